@@ -1,0 +1,66 @@
+"""What a launch must know about the sequences of a step; built on the host once a step.
+
+Drawn for one sequence with ``sink_tokens = 4``, ``block_size = 256`` and 700 tokens, of which
+blocks 0 and 1 are already 8-bit (physical blocks 7 and 3) and block 2 is hot (physical 1)::
+
+    tokens        0..3      4..259     260..515    516..699
+    stored in     sink page K8V8 #7    K8V8 #3     HOT #1
+
+    block_table   [1, 7, 3]            live blocks only, tier by tier in the order of BLOCK_TIERS
+    block_starts  [516, 4, 260]        position of each listed block's first token
+    tier_starts   [0, 1, 3]            HOT: entries [0, 1); K8V8: entries [1, 3)
+    seq_lens      [700]
+
+Attention does not depend on the order of the keys, so a row may list its blocks in any order
+within a tier. Blocks that a window has released or that were pruned are simply not listed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Tables that `paged_attention` reads; int32, contiguous, on the device of the blocks.
+
+    *Positions* count the real tokens of a sequence from 0; padding is never stored or counted.
+    The queries of a sequence are its newest tokens: query ``i`` of the ``n`` queries of sequence
+    ``s`` stands at position ``seq_lens[s] - n + i``.
+
+    Attributes:
+        block_table: [num_seqs, max_blocks] physical block ids within their tier, listed tier by
+            tier; entries past ``tier_starts[s, -1]`` are never read.
+        block_starts: [num_seqs, max_blocks] position of the first token of each listed block. The
+            block holds the positions ``start .. start + block_size - 1`` that are < seq_len.
+        tier_starts: [num_seqs, len(BLOCK_TIERS) + 1] entries ``tier_starts[s, i]`` up to
+            ``tier_starts[s, i + 1]`` of row ``s`` are blocks of ``BLOCK_TIERS[i]``.
+        sink_pages: [num_seqs] physical sink page of each sequence; it holds the positions
+            ``0 .. sink_tokens - 1`` that are < seq_len. Never read where ``sink_tokens`` is 0.
+        seq_lens: [num_seqs] tokens stored, the new ones included; 0 is legal.
+        query_start_loc: [num_seqs + 1] the queries of sequence ``s`` are rows
+            ``query_start_loc[s] .. query_start_loc[s + 1] - 1`` of ``q``.
+        splits: [num_splits, 4] the work list of decode: (sequence, tier, first, last) reads the
+            table entries [first, last) of one tier; tier SINK reads the sink page. A split with
+            ``first == last`` and a block tier does nothing.
+        split_starts: [num_seqs + 1] the splits of sequence ``s`` are
+            ``split_starts[s] .. split_starts[s + 1] - 1``.
+        max_query_len: the largest number of queries of a sequence; 1 means decode.
+    """
+
+    block_table: torch.Tensor
+    block_starts: torch.Tensor
+    tier_starts: torch.Tensor
+    sink_pages: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    splits: torch.Tensor
+    split_starts: torch.Tensor
+    max_query_len: int
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return self.seq_lens.shape[0]

@@ -1,0 +1,147 @@
+"""The public ops: one name, one contract, the implementation that fits the device.
+
+| device | implementation |
+|---|---|
+| CUDA | ``omlx_kernels.triton`` |
+| anything else | ``omlx_kernels.vectorized`` (plain torch) |
+
+`implementation` says which one serves a device; `use_implementation` forces one, which is how the
+tests prove that each of them meets the same contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from omlx_kernels.checks import check_append, check_attention, check_convert
+from omlx_kernels.layout import LayerBlocks, TierBlocks
+from omlx_kernels.metadata import AttentionMetadata
+
+IMPLEMENTATIONS = ("triton", "vectorized", "reference")
+
+_forced: ContextVar[str | None] = ContextVar("omlx_forced_implementation", default=None)
+
+
+def implementation(device: torch.device) -> ModuleType:
+    """Return the module that serves ``device``; it is imported on first use."""
+    name = _forced.get() or ("triton" if device.type == "cuda" else "vectorized")
+    return import_module(f"omlx_kernels.{name}")
+
+
+@contextmanager
+def use_implementation(name: str) -> Iterator[ModuleType]:
+    """Force one implementation for the current thread or task.
+
+    Args:
+        name: one of `IMPLEMENTATIONS`. ``"triton"`` on a CPU needs ``TRITON_INTERPRET=1`` in the
+            environment before triton is first imported.
+
+    Raises:
+        ValueError: for another name.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"use_implementation: name must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}"
+        )
+    token = _forced.set(name)
+    try:
+        yield import_module(f"omlx_kernels.{name}")
+    finally:
+        _forced.reset(token)
+
+
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
+) -> None:
+    """Write the newest tokens' keys and values into their slots.
+
+    Args:
+        k: [num_tokens, kv_heads, head_dim] in the dtype of ``dst``; any strides.
+        v: the same shape and dtype.
+        dst: hot blocks, or sink pages (a page is written like a block of ``sink_tokens`` tokens).
+        slot_mapping: [num_tokens] int64; token ``i`` goes to block ``slot // size`` at offset
+            ``slot % size``, where ``size`` is ``dst.k.shape[2]``. -1 skips the token. Slots are
+            distinct and inside ``dst``: the caller's duty, not checked.
+
+    Mutates:
+        ``dst.k`` and ``dst.v``.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or device, before anything is written.
+    """
+    check_append(k, v, dst, slot_mapping)
+    if k.shape[0]:
+        implementation(k.device).append_kv(k, v, dst, slot_mapping)
+
+
+def convert_blocks(
+    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+) -> None:
+    """Quantize full hot blocks into 8-bit blocks; the only place that quantizes.
+
+    Args:
+        src: hot blocks.
+        dst: K8V8 blocks of the same layer.
+        src_ids: [num_blocks] int32 physical ids in ``src``.
+        dst_ids: [num_blocks] int32 physical ids in ``dst``, distinct.
+
+    Mutates:
+        ``dst``, every part of the listed blocks (no stale scale survives).
+
+    Raises:
+        ValueError: for a wrong shape, dtype or device, before anything is written.
+
+    The codes and scales are those of `omlx_kernels.quantization`; where a value lies exactly
+    between two codes an implementation may take either.
+    """
+    check_convert(src, dst, src_ids, dst_ids)
+    if src_ids.numel():
+        implementation(src.k.device).convert_blocks(src, dst, src_ids, dst_ids)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    blocks: LayerBlocks,
+    meta: AttentionMetadata,
+    *,
+    sm_scale: float,
+    window_size: int | None = None,
+    keep_sinks: bool = True,
+) -> torch.Tensor:
+    """Attend the newest tokens of each sequence to everything that the sequence has stored.
+
+    The keys and values of the new tokens are already in the hot blocks (or the sink page), so one
+    launch reads all of them through the table. A query at position ``p`` sees key position ``j``::
+
+        j <= p  and  ( window_size is None            0 1 2 3 4 5 6 7   window_size = 3, p = 7,
+                       or j > p - window_size         S S . . . x x x   sink_tokens = 2
+                       or (keep_sinks and j < sink_tokens) )
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], the model's dtype, last dimension contiguous; query
+            head ``h`` reads key/value head ``h // (num_q_heads / kv_heads)``.
+        blocks: the layer's stored blocks.
+        meta: the step's tables; see `AttentionMetadata`.
+        sm_scale: factor on the scores before softmax, usually ``head_dim ** -0.5``.
+        window_size: keys that a query sees, itself included; None is all.
+        keep_sinks: whether sink tokens stay visible outside the window.
+
+    Returns:
+        [num_tokens, num_q_heads, head_dim], contiguous, in q's dtype. A query that sees no key
+        gives 0.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device or window.
+    """
+    check_attention(q, blocks, meta, window_size)
+    if not q.shape[0]:
+        return torch.empty_like(q)
+    return implementation(q.device).paged_attention(
+        q, blocks, meta, sm_scale=sm_scale, window_size=window_size, keep_sinks=keep_sinks
+    )
