@@ -289,8 +289,9 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
     if not isinstance(window.value, int) or window.value > sinks.value:
         return []
     of_sinks = sinks.place if "sink_tokens" in given else " (the default)"
-    return [
+    line = (
         f"attention.window_size must be more than attention.sink_tokens, got {window.value}"
         f"{window.place} and {sinks.value}{of_sinks}; set window_size to at least "
         f"{sinks.value + 1}, or sink_tokens to at most {window.value - 1}"
-    ]
+    )
+    return [line]

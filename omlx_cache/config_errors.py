@@ -62,10 +62,7 @@ def spell(value: Any, yaml: bool) -> str:
     """Return a short repr on one line; in YAML's own words for null, true and false."""
     if yaml and (value is None or isinstance(value, bool)):
         return {None: "null", True: "true", False: "false"}[value]
-    try:
-        return " ".join(_REPR.repr(value).split())
-    except Exception:  # a foreign object's broken __repr__ must not hide the real error
-        return f"<{type(value).__name__}>"
+    return " ".join(_REPR.repr(value).split())  # reprlib survives a broken __repr__
 
 
 def nearest(word: object, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

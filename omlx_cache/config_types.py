@@ -6,6 +6,7 @@ import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 
 def _path_text(value: Any) -> Any:
@@ -14,7 +15,7 @@ def _path_text(value: Any) -> Any:
 
 def _no_float(value: Any) -> Any:
     if isinstance(value, float):  # a Literal compares by ==, so that 8.0 would pass
-        raise ValueError
+        raise PydanticCustomError("no_float", "must not be a float")
     return value
 
 
