@@ -13,13 +13,16 @@ SHELL := /bin/bash
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(V),,-qq) install -c constraints.txt
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-say   := @printf '\033[1m==> %s\033[0m\n'
+say   := @printf '==> %s\n'
+
+BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format aot bench clean distclean venv
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
+	  '/^[a-z]+:.*## / && $$1 != absent { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.ready  ## chat with a small real model, stock and patched, and compare
 	$(say) "demo"
@@ -43,9 +46,9 @@ format: $(VENV)/.ready  ## fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-ifneq ($(wildcard bench/bench_*.py),)
+ifneq ($(BENCHES),)
 bench: $(VENV)/.ready  ## run the benchmarks
-	$(BIN)/python -m pytest $(wildcard bench/bench_*.py)
+	$(BIN)/python -m pytest $(BENCHES)
 endif
 
 clean:  ## remove caches and build outputs; the environment is checked again at the next make
@@ -59,15 +62,17 @@ distclean: clean  ## remove the virtual environment too
 
 venv: $(VENV)/.ready  ## only prepare .venv
 
+CANDIDATES := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
+
 $(BIN)/python:
-	@for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
+	@for python in $(CANDIDATES); do \
 	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    printf '\033[1m==> %s\033[0m\n' "environment (1/4): $(VENV), $$($$python --version) ($$python)"; \
+	    echo "==> environment (1/4): $(VENV), $$($$python --version) ($$python)"; \
 	    exec $$python -m venv $(VENV); \
 	  fi; \
 	done; \
-	echo 'No Python >= 3.11 with the venv module found. Install one (Debian, Ubuntu: apt-get install' \
-	  'python3 python3-venv) or name it: make PYTHON=/path/to/python3.11' >&2; \
+	echo 'No Python >= 3.11 with the venv module among: $(CANDIDATES). Install one (Debian, Ubuntu:' \
+	  'apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11' >&2; \
 	exit 1
 
 # torch goes in first and with its pin: any other order lets a dependency pull in the newest one. Without an
