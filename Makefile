@@ -99,10 +99,10 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@touch $@
 
 # --no-build-isolation: gptqmodel and its dependencies build from source and must see the torch above.
-# auto-gptq only as a wheel: its source distribution wants a CUDA toolkit.
+# BUILD_CUDA_EXT=0: where auto-gptq has no wheel (Python >= 3.12), its source must not ask for a CUDA toolkit.
 $(VENV)/.ready: setup.py constraints.txt $(VENV)/.torch
 	$(say) "environment (3/4): omlx_cache[$(EXTRAS)] (1 to 3 minutes)"
-	@$(PIP) --no-build-isolation --only-binary auto-gptq -e '.[$(EXTRAS)]' || { \
+	@BUILD_CUDA_EXT=0 $(PIP) --no-build-isolation -e '.[$(EXTRAS)]' || { \
 	  echo 'If the error above is about a compiler, Python.h or pcre2: gptqmodel needs PyPcre, which is built' \
 	    'from source. Debian, Ubuntu: apt-get install build-essential python3-dev libpcre2-dev' >&2; \
 	  exit 1; }

@@ -18,21 +18,10 @@ GPTQ = [
     "requests",
 ]
 
-# The original engine, which ended at 0.7.1. Its last wheels are for Python <= 3.11 on x86-64; its
-# source distribution wants a CUDA toolkit, so elsewhere this extra brings nothing.
-AUTO_GPTQ = [
-    f"{requirement}; python_version < '3.12' and platform_machine == 'x86_64' "
-    "and platform_system == 'Linux'"
-    for requirement in (
-        "auto-gptq==0.7.1",
-        "accelerate",
-        "datasets",
-        "gekko",
-        "peft<=0.18.1",
-        "rouge",
-        "sentencepiece",
-    )
-]
+# The original engine, which ended at 0.7.1; its metadata names what else it needs. Its last wheels
+# are for Python <= 3.11; later Pythons build its source, with BUILD_CUDA_EXT=0 in the environment.
+AUTO_GPTQ = ["auto-gptq==0.7.1"]
+
 
 setup(
     name="omlx_cache",
