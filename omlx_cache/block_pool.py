@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier, TierBlocks
-from omlx_kernels.quantization import dequantize_k8, dequantize_v8
+from omlx_kernels.quantization import read_blocks
 
 
 class MemoryMeter:
@@ -65,9 +65,7 @@ class LayerPool:
         self._meter.add(-old.num_bytes)
 
     def _layer_blocks(self) -> LayerBlocks:
-        return LayerBlocks(
-            sink=self._tiers[Tier.SINK], hot=self._tiers[Tier.HOT], k8v8=self._tiers[Tier.K8V8]
-        )
+        return LayerBlocks(**{tier.name.lower(): t for tier, t in self._tiers.items()})
 
 
 def copy_blocks(blocks: TierBlocks, pairs: list[tuple[int, int]]) -> None:
@@ -77,9 +75,8 @@ def copy_blocks(blocks: TierBlocks, pairs: list[tuple[int, int]]) -> None:
             tensor[target].copy_(tensor[source])
 
 
-def reopen_block(blocks: LayerBlocks, index: int, hot_index: int) -> None:
-    """Write the values of 8-bit block ``index`` into hot block ``hot_index``."""
-    source, hot = blocks.k8v8, blocks.hot
-    k = dequantize_k8(source.k[index], source.k_scale[index], source.k_zero[index], torch.float32)
-    hot.k[hot_index].copy_(k)
-    hot.v[hot_index].copy_(dequantize_v8(source.v[index], source.v_scale[index], torch.float32))
+def reopen_block(blocks: LayerBlocks, tier: Tier, index: int, hot_index: int) -> None:
+    """Write the values of block ``index`` of a quantized tier into hot block ``hot_index``."""
+    k, v = read_blocks(blocks.tier(tier), tier, [index], torch.float32)
+    blocks.hot.k[hot_index].copy_(k[0])
+    blocks.hot.v[hot_index].copy_(v[0])

@@ -102,7 +102,7 @@ class PagedLayer(CacheLayerMixin):
         if tables.token_index is not None:
             out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
         if tables.convert is not None:
-            ops.convert_blocks(blocks.hot, blocks.k8v8, *tables.convert)
+            ops.convert_blocks(blocks.hot, blocks.k8v8, Tier.HOT, Tier.K8V8, *tables.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -199,7 +199,7 @@ class LayerGroup:
         self.fit_layers()
         for layer in self.layers:
             if layer.pool is not None:
-                reopen_block(layer.pool.blocks, block.index, index)
+                reopen_block(layer.pool.blocks, block.tier, block.index, index)
         self._let_go([block], None)
         return StoredBlock(block.start, Tier.HOT, index)
 

@@ -13,8 +13,8 @@ class CacheReport:
         active_blocks: blocks in use, over all layer groups.
         total_blocks: ``max_gpu_blocks`` times the groups; without a bound, the blocks that the
             tensors have room for.
-        bytes_by_tier: ``sink``, ``hot`` and ``k8v8`` (codes, scales and zeros; free blocks
-            included), by the tier's name in lower case.
+        bytes_by_tier: codes, scales and zeros, free blocks included, by the tier's name in lower
+            case: ``sink``, ``hot``, ``k8v8``, ``k8v4``, ``k4v4``.
         total_bytes: sum of ``bytes_by_tier``.
         peak_bytes: the most that was ever allocated at once, temporary copies included.
         unquantized_bytes: what the same tokens take unpaged in the model's dtype, full length.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from omlx_kernels.errors import describe
-from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, TierBlocks
+from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,27 +38,41 @@ def check_append(
 
 
 def check_convert(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
     """Check `convert_blocks`'s arguments."""
-    if src.k.dtype not in FLOATS:
-        expected = "blocks in the model's dtype"
-        raise ValueError(describe("convert_blocks", "src", expected, _shape(src.k)))
-    if dst.k_scale is None or dst.k_zero is None or dst.v_scale is None:
-        raise ValueError(describe("convert_blocks", "dst", "8-bit blocks", _shape(dst.k)))
-    if src.k.shape[1:] != dst.k.shape[1:]:
-        expected = f"blocks shaped like src's {tuple(src.k.shape[1:])}"
-        raise ValueError(describe("convert_blocks", "dst", expected, _shape(dst.k)))
+    op = "convert_blocks"
+    if src_tier not in BLOCK_TIERS or dst_tier not in BLOCK_TIERS or src_tier >= dst_tier:
+        expected = f"two of {', '.join(t.name for t in BLOCK_TIERS)}, the second a colder one"
+        raise ValueError(describe(op, "the tiers", expected, f"{src_tier!r} to {dst_tier!r}"))
+    for name, blocks, tier in (("src", src, src_tier), ("dst", dst, dst_tier)):
+        parts = {"k", "v"} if tier.bits is None else {"k", "v", "k_scale", "k_zero", "v_scale"}
+        parts |= {"v_zero"} if tier.bits and tier.bits[1] == 4 else set()
+        if set(blocks.tensors()) != parts:
+            expected = f"{tier.name} blocks with the parts {', '.join(sorted(parts))}"
+            raise ValueError(describe(op, name, expected, ", ".join(blocks.tensors())))
+    if src.k.shape[1:3] != dst.k.shape[1:3] or src.k.device != dst.k.device:
+        expected = f"blocks of the same layer as src, {_shape(src.k)}"
+        raise ValueError(describe(op, "dst", expected, _shape(dst.k)))
     for name, ids in (("src_ids", src_ids), ("dst_ids", dst_ids)):
         if ids.dtype != torch.int32 or ids.dim() != 1 or ids.shape != src_ids.shape:
             expected = f"int32 [num_blocks={src_ids.numel()}]"
-            raise ValueError(
-                describe("convert_blocks", name, expected, _shape(ids), "call .to(torch.int32)")
-            )
+            raise ValueError(describe(op, name, expected, _shape(ids), "call .to(torch.int32)"))
 
 
 def check_attention(
-    q: torch.Tensor, blocks: LayerBlocks, meta: AttentionMetadata, window_size: int | None
+    q: torch.Tensor,
+    blocks: LayerBlocks,
+    meta: AttentionMetadata,
+    window_size: int | None,
+    sink_q: torch.Tensor | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Check `paged_attention`'s arguments (not the tables' values, which live on the device)."""
     op = "paged_attention"
@@ -71,6 +85,13 @@ def check_attention(
         raise ValueError(describe(op, "q", expected, _shape(q)))
     if window_size is not None and window_size < 1:
         raise ValueError(describe(op, "window_size", "None or >= 1", str(window_size)))
+    if sink_q is not None and (sink_q.shape != q.shape or sink_q.dtype != q.dtype):
+        raise ValueError(describe(op, "sink_q", f"like q, {_shape(q)}", _shape(sink_q)))
+    if softcap is not None and not softcap > 0:
+        raise ValueError(describe(op, "softcap", "None or > 0", str(softcap)))
+    if sink_logits is not None and sink_logits.shape != q.shape[1:2]:
+        expected = f"[num_q_heads={q.shape[1]}]"
+        raise ValueError(describe(op, "sink_logits", expected, _shape(sink_logits)))
     seqs = meta.num_seqs
     shapes = {
         "block_table": (seqs, meta.block_table.shape[-1]),

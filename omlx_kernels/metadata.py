@@ -8,7 +8,7 @@ blocks 0 and 1 are already 8-bit (physical blocks 7 and 3) and block 2 is hot (p
 
     block_table   [1, 7, 3]            live blocks only, tier by tier in the order of BLOCK_TIERS
     block_starts  [516, 4, 260]        position of each listed block's first token
-    tier_starts   [0, 1, 3]            HOT: entries [0, 1); K8V8: entries [1, 3)
+    tier_starts   [0, 1, 3, 3, 3]      HOT: entries [0, 1); K8V8: [1, 3); K8V4, K4V4: none
     seq_lens      [700]
 
 Attention does not depend on the order of the keys, so a row may list its blocks in any order

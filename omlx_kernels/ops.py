@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 
 from omlx_kernels.checks import check_append, check_attention, check_convert
-from omlx_kernels.layout import LayerBlocks, TierBlocks
+from omlx_kernels.layout import LayerBlocks, Tier, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
 
 IMPLEMENTATIONS = ("triton", "vectorized", "reference")
@@ -57,7 +57,12 @@ def use_implementation(name: str) -> Iterator[ModuleType]:
 
 
 def append_kv(
-    k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dst: TierBlocks,
+    slot_mapping: torch.Tensor,
+    *,
+    rotate_v: bool = False,
 ) -> None:
     """Write the newest tokens' keys and values into their slots.
 
@@ -68,6 +73,7 @@ def append_kv(
         slot_mapping: [num_tokens] int64; token ``i`` goes to block ``slot // size`` at offset
             ``slot % size``, where ``size`` is ``dst.k.shape[2]``. -1 skips the token. Slots are
             distinct and inside ``dst``: the caller's duty, not checked.
+        rotate_v: store the values rotated (`omlx_kernels.quantization.hadamard`).
 
     Mutates:
         ``dst.k`` and ``dst.v``.
@@ -77,17 +83,24 @@ def append_kv(
     """
     check_append(k, v, dst, slot_mapping)
     if k.shape[0]:
-        implementation(k.device).append_kv(k, v, dst, slot_mapping)
+        implementation(k.device).append_kv(k, v, dst, slot_mapping, rotate_v=rotate_v)
 
 
 def convert_blocks(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
-    """Quantize full hot blocks into 8-bit blocks; the only place that quantizes.
+    """Turn full blocks of one tier into blocks of a colder one; the only place that quantizes.
 
     Args:
-        src: hot blocks.
-        dst: K8V8 blocks of the same layer.
+        src: blocks of ``src_tier``.
+        dst: blocks of ``dst_tier`` of the same layer.
+        src_tier: HOT, K8V8 or K8V4.
+        dst_tier: a colder tier than ``src_tier``.
         src_ids: [num_blocks] int32 physical ids in ``src``.
         dst_ids: [num_blocks] int32 physical ids in ``dst``, distinct.
 
@@ -95,14 +108,16 @@ def convert_blocks(
         ``dst``, every part of the listed blocks (no stale scale survives).
 
     Raises:
-        ValueError: for a wrong shape, dtype or device, before anything is written.
+        ValueError: for a wrong shape, dtype, device or pair of tiers, before anything is written.
 
     The codes and scales are those of `omlx_kernels.quantization`; where a value lies exactly
-    between two codes an implementation may take either.
+    between two codes an implementation may take either. Keys or values whose format does not
+    change (the keys from K8V8 to K8V4, the values from K8V4 to K4V4) are copied bit for bit.
+    Values are quantized as they are stored: whoever uses 4-bit values has rotated them on append.
     """
-    check_convert(src, dst, src_ids, dst_ids)
+    check_convert(src, dst, src_tier, dst_tier, src_ids, dst_ids)
     if src_ids.numel():
-        implementation(src.k.device).convert_blocks(src, dst, src_ids, dst_ids)
+        implementation(src.k.device).convert_blocks(src, dst, src_tier, dst_tier, src_ids, dst_ids)
 
 
 def paged_attention(
@@ -113,6 +128,10 @@ def paged_attention(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the newest tokens of each sequence to everything that the sequence has stored.
 
@@ -131,6 +150,13 @@ def paged_attention(
         sm_scale: factor on the scores before softmax, usually ``head_dim ** -0.5``.
         window_size: keys that a query sees, itself included; None is all.
         keep_sinks: whether sink tokens stay visible outside the window.
+        rotated_v: the stored values are rotated; the output is rotated back.
+        sink_q: shaped like q; the query with which a sink token *outside the window* is scored (a
+            rotary model stands it at a capped distance). Inside the window a sink token is scored
+            with ``q`` like any other. None is ``q``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them (Gemma 2).
+        sink_logits: [num_q_heads] learned scores that take part in the softmax and carry no value
+            (GPT-OSS); never capped.
 
     Returns:
         [num_tokens, num_q_heads, head_dim], contiguous, in q's dtype. A query that sees no key
@@ -139,9 +165,18 @@ def paged_attention(
     Raises:
         ValueError: for a wrong shape, dtype, device or window.
     """
-    check_attention(q, blocks, meta, window_size)
+    check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits)
     if not q.shape[0]:
         return torch.empty_like(q)
     return implementation(q.device).paged_attention(
-        q, blocks, meta, sm_scale=sm_scale, window_size=window_size, keep_sinks=keep_sinks
+        q,
+        blocks,
+        meta,
+        sm_scale=sm_scale,
+        window_size=window_size,
+        keep_sinks=keep_sinks,
+        rotated_v=rotated_v,
+        sink_q=sink_q,
+        softcap=softcap,
+        sink_logits=sink_logits,
     )

@@ -10,36 +10,45 @@ import torch
 
 from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
-from omlx_kernels.quantization import dequantize_k8, dequantize_v8, quantize_k8, quantize_v8
+from omlx_kernels.quantization import hadamard, quantize_into, read_blocks
 
 
 def append_kv(
-    k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dst: TierBlocks,
+    slot_mapping: torch.Tensor,
+    *,
+    rotate_v: bool = False,
 ) -> None:
     """Write each token's key and value into its slot; see `omlx_kernels.ops.append_kv`."""
     size = dst.k.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
+            value = hadamard(v[token]) if rotate_v else v[token]
             dst.k[slot // size, :, slot % size] = k[token].to(dst.k.dtype)
-            dst.v[slot // size, :, slot % size] = v[token].to(dst.v.dtype)
+            dst.v[slot // size, :, slot % size] = value.to(dst.v.dtype)
 
 
 def convert_blocks(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
     """Quantize blocks one by one; see `omlx_kernels.ops.convert_blocks`."""
     for i, j in zip(src_ids.tolist(), dst_ids.tolist(), strict=True):
-        dst.k[j], dst.k_scale[j], dst.k_zero[j] = quantize_k8(src.k[i])
-        dst.v[j], dst.v_scale[j] = quantize_v8(src.v[i])
-
-
-def read_block(blocks: LayerBlocks, tier: Tier, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one block's (one page's) keys and values, float64 [kv_heads, tokens, head_dim]."""
-    t = blocks.tier(tier)
-    if tier is Tier.K8V8:
-        k = dequantize_k8(t.k[index], t.k_scale[index], t.k_zero[index], torch.float64)
-        return k, dequantize_v8(t.v[index], t.v_scale[index], torch.float64)
-    return t.k[index].double(), t.v[index].double()
+        k, v = read_blocks(src, src_tier, [i], torch.float64)
+        quantize_into(dst, dst_tier, [j], k, v)
+        if src_tier.bits and src_tier.bits[0] == dst_tier.bits[0]:
+            for part in ("k", "k_scale", "k_zero"):  # same format: copied, not rounded again
+                getattr(dst, part)[j] = getattr(src, part)[i]
+        if src_tier.bits and src_tier.bits[1] == dst_tier.bits[1]:
+            for part in ("v", "v_scale", "v_zero"):
+                if getattr(dst, part) is not None:
+                    getattr(dst, part)[j] = getattr(src, part)[i]
 
 
 def read_sequence(
@@ -56,7 +65,8 @@ def read_sequence(
     vs, positions = [ks[0]], [torch.empty(0, dtype=torch.int64)]
 
     def take(tier: Tier, index: int, start: int) -> None:
-        k, v = (x.cpu() for x in read_block(blocks, tier, index))
+        stored = read_blocks(blocks.tier(tier), tier, [index], torch.float64)
+        k, v = (x[0].cpu() for x in stored)
         count = max(0, min(k.shape[1], length - start))
         ks.append(k[:, :count])
         vs.append(v[:, :count])
@@ -78,26 +88,37 @@ def paged_attention(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend in float64 and round once at the end; see `omlx_kernels.ops.paged_attention`."""
     out = torch.zeros_like(q)
     kv_heads = blocks.hot.k.shape[1]
+    sinks = blocks.sink_tokens
     for seq in range(meta.num_seqs):
         first, last = int(meta.query_start_loc[seq]), int(meta.query_start_loc[seq + 1])
         if first == last:
             continue
         k, v, key_pos = read_sequence(blocks, meta, seq)
         length = int(meta.seq_lens[seq])
-        query_pos = torch.arange(length - (last - first), length)
-        visible = key_pos <= query_pos[:, None]
-        if window_size is not None:
-            in_window = key_pos > query_pos[:, None] - window_size
-            is_sink = (key_pos < blocks.sink_tokens) & keep_sinks
-            visible &= in_window | is_sink
+        query_pos = torch.arange(length - (last - first), length)[:, None]
+        outside = key_pos < 0 if window_size is None else key_pos <= query_pos - window_size
+        visible = (key_pos <= query_pos) & (~outside | ((key_pos < sinks) & keep_sinks))
         for head in range(q.shape[1]):
             kv_head = head * kv_heads // q.shape[1]
             scores = q[first:last, head].double().cpu() @ k[kv_head].T * sm_scale
+            if sink_q is not None:
+                capped = sink_q[first:last, head].double().cpu() @ k[kv_head].T * sm_scale
+                scores = torch.where(outside & (key_pos < sinks), capped, scores)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill(~visible, float("-inf"))
+            if sink_logits is not None:
+                logit = sink_logits[head].double().cpu().expand(len(scores), 1)
+                scores = torch.cat([scores, logit], 1)
             probs = torch.softmax(scores, -1).nan_to_num(0.0)  # a fully masked row gives 0
-            out[first:last, head] = (probs @ v[kv_head]).to(out)
+            result = probs[:, : k.shape[1]] @ v[kv_head]
+            out[first:last, head] = (hadamard(result) if rotated_v else result).to(out)
     return out

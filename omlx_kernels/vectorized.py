@@ -12,11 +12,16 @@ import torch.nn.functional as F
 
 from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
-from omlx_kernels.quantization import dequantize_k8, dequantize_v8, quantize_k8, quantize_v8
+from omlx_kernels.quantization import hadamard, quantize_into, read_blocks
 
 
 def append_kv(
-    k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dst: TierBlocks,
+    slot_mapping: torch.Tensor,
+    *,
+    rotate_v: bool = False,
 ) -> None:
     """Scatter the tokens whose slot is not -1."""
     size = dst.k.shape[2]
@@ -24,29 +29,35 @@ def append_kv(
     if not bool(kept.all()):
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
     block, offset = slot_mapping // size, slot_mapping % size
-    dst.k[block, :, offset] = k.to(dst.k.dtype)
-    dst.v[block, :, offset] = v.to(dst.v.dtype)
+    dst.k[block, :, offset] = k
+    dst.v[block, :, offset] = hadamard(v) if rotate_v else v
 
 
 def convert_blocks(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
-    """Quantize all listed blocks at once."""
-    ids = dst_ids.long()
-    dst.k[ids], dst.k_scale[ids], dst.k_zero[ids] = quantize_k8(src.k[src_ids.long()])
-    dst.v[ids], dst.v_scale[ids] = quantize_v8(src.v[src_ids.long()])
+    """Quantize all listed blocks at once; parts whose format stays are copied."""
+    sources, targets = src_ids.long(), dst_ids.long()
+    k, v = read_blocks(src, src_tier, sources, torch.float32)
+    quantize_into(dst, dst_tier, targets, k, v)
+    for letter, old, new in zip("kv", src_tier.bits or (0, 0), dst_tier.bits, strict=True):
+        for name, tensor in dst.tensors().items() if old == new else ():
+            if name[0] == letter:
+                tensor[targets] = getattr(src, name)[sources]
 
 
 def _gather(
     blocks: LayerBlocks, tier: Tier, ids: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of the listed blocks, [kv_heads, len(ids) * tokens, head_dim]."""
-    t = blocks.tier(tier)
-    k, v = t.k[ids], t.v[ids]
-    if tier is Tier.K8V8:
-        k = dequantize_k8(k, t.k_scale[ids], t.k_zero[ids], torch.float32)
-        v = dequantize_v8(v, t.v_scale[ids], torch.float32)
-    return tuple(x.to(dtype).transpose(0, 1).flatten(1, 2) for x in (k, v))
+    wide = torch.float32 if tier.bits else dtype
+    stored = read_blocks(blocks.tier(tier), tier, ids, wide)
+    return tuple(x.to(dtype).transpose(0, 1).flatten(1, 2) for x in stored)
 
 
 def _read_sequence(
@@ -85,10 +96,14 @@ def paged_attention(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend sequence by sequence with the query heads of a group stacked as extra queries."""
     out = torch.zeros_like(q)
-    num_heads, kv_heads, dim = q.shape[1], blocks.hot.k.shape[1], q.shape[2]
+    kv_heads, sinks = blocks.hot.k.shape[1], blocks.sink_tokens
     bounds, lengths = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
     for seq, length in enumerate(lengths):
         first, last = bounds[seq], bounds[seq + 1]
@@ -99,25 +114,51 @@ def paged_attention(
         dtype = torch.float32 if count == 1 else q.dtype
         k, v, key_pos = _read_sequence(blocks, meta, seq, length, dtype)
         query_pos = torch.arange(length - count, length, device=q.device)[:, None]
-        visible = key_pos <= query_pos
-        if window_size is not None:
-            in_window = key_pos > query_pos - window_size
-            visible &= in_window | ((key_pos < blocks.sink_tokens) & keep_sinks)
-        group = num_heads // kv_heads
-        # [count, heads, dim] -> [kv_heads, group * count, dim]
-        grouped = q[first:last].view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+        outside = key_pos < 0 if window_size is None else key_pos <= query_pos - window_size
+        visible = (key_pos <= query_pos) & (~outside | ((key_pos < sinks) & keep_sinks))
         # Keys that no query sees hold undefined bytes, and 0 * NaN is NaN: clear them.
-        v = v.masked_fill(~visible.any(0)[:, None], 0.0)
-        k = k.masked_fill(~visible.any(0)[:, None], 0.0)
-        mask = visible.expand(group, *visible.shape).reshape(group * count, -1)
-        result = F.scaled_dot_product_attention(
-            grouped.reshape(1, kv_heads, -1, dim).to(dtype),
-            k[None],
-            v[None],
-            attn_mask=mask[None, None],
-            scale=sm_scale,
-        )
+        unseen = ~visible.any(0)[:, None]
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+        queries = _grouped(q[first:last].to(dtype), kv_heads)
+        if softcap is None and sink_logits is None and sink_q is None:
+            mask = visible.repeat(q.shape[1] // kv_heads, 1)
+            result = F.scaled_dot_product_attention(
+                queries[None], k[None], v[None], attn_mask=mask, scale=sm_scale
+            )[0]
+        else:
+            scores = queries.float() @ k.float().mT * sm_scale
+            if sink_q is not None:
+                capped = _grouped(sink_q[first:last].to(dtype), kv_heads).float() @ k.float().mT
+                use = (outside & (key_pos < sinks)).expand(visible.shape)
+                use = use.repeat(q.shape[1] // kv_heads, 1)
+                scores = torch.where(use, capped * sm_scale, scores)
+            result = _softmax_times(scores, visible, v, softcap, sink_logits)
+        result = result.view(kv_heads, -1, count, q.shape[2]).permute(2, 0, 1, 3)
         seen = visible.any(-1)[:, None, None]  # a fully masked row gives 0, not NaN
-        result = result.view(kv_heads, group, count, dim).permute(2, 0, 1, 3)
-        out[first:last] = torch.where(seen, result.reshape(count, num_heads, dim), 0.0).to(q.dtype)
+        result = torch.where(seen, result.reshape(count, q.shape[1], q.shape[2]), 0.0)
+        out[first:last] = hadamard(result) if rotated_v else result
     return out
+
+
+def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Stack a group's heads as queries: [count, heads, dim] -> [kv_heads, group * count, dim]."""
+    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _softmax_times(
+    scores: torch.Tensor,
+    visible: torch.Tensor,
+    v: torch.Tensor,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Weigh ``v`` by the scores [kv_heads, group * count, keys], capped and with learned sinks."""
+    kv_heads, rows, keys = scores.shape
+    group = rows // visible.shape[0]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible.repeat(group, 1), float("-inf"))
+    if sink_logits is not None:
+        logits = sink_logits.float().view(kv_heads, group, 1).repeat_interleave(rows // group, 1)
+        scores = torch.cat([scores, logits.view(kv_heads, rows, 1)], -1)
+    return torch.softmax(scores, -1)[..., :keys].nan_to_num(0.0).to(v.dtype) @ v

@@ -12,6 +12,7 @@ import torch
 
 from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, LayerBlocks, Tier
 from omlx_kernels.metadata import AttentionMetadata
+from omlx_kernels.quantization import hadamard
 from omlx_kernels.reference import convert_blocks
 
 
@@ -58,6 +59,12 @@ def build_splits(
     return table, torch.tensor(split_starts, dtype=torch.int32)
 
 
+def stored_tiers(count: int, cold_tiers: tuple[Tier, ...], gen: torch.Generator) -> list[Tier]:
+    """Draw the tiers of ``count`` old blocks, oldest first: colder ones before warmer ones."""
+    picks = torch.randint(len(cold_tiers), (count,), generator=gen).tolist()
+    return sorted((cold_tiers[i] for i in picks), reverse=True)
+
+
 def make_case(
     seq_lens: list[int],
     query_lens: list[int],
@@ -71,6 +78,8 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     blocks_per_split: int = 2,
     window_size: int | None = None,
+    cold_tiers: tuple[Tier, ...] = (Tier.K8V8,),
+    rotated_v: bool = False,
     seed: int = 0,
 ) -> Case:
     """Build a poisoned layer that stores random sequences, and queries for it.
@@ -81,6 +90,8 @@ def make_case(
         hot_blocks: how many of a sequence's newest blocks (besides a partial one) stay hot; the
             blocks that hold new tokens always do.
         window_size: when given, blocks that no query can see are left out of the table.
+        cold_tiers: the tiers that old blocks are drawn from.
+        rotated_v: store the values rotated.
     """
     gen = torch.Generator().manual_seed(seed)
     fmt = BlockFormat(block_size, sink_tokens, num_kv_heads, head_dim, dtype)
@@ -90,20 +101,22 @@ def make_case(
         row: dict[Tier, list[tuple[int, int]]] = {tier: [] for tier in BLOCK_TIERS}
         starts = list(range(sink_tokens, length, block_size))
         full = [s for s in starts if s + block_size <= length]
-        cold = {s for s in full[: max(0, len(full) - hot_blocks)] if s + block_size <= length - new}
+        old = [s for s in full[: max(0, len(full) - hot_blocks)] if s + block_size <= length - new]
+        cold = dict(zip(old, stored_tiers(len(old), cold_tiers, gen), strict=True))
         for start in starts:
             if window_size is not None and start + block_size <= length - new - window_size + 1:
                 continue
-            tier = Tier.K8V8 if start in cold else Tier.HOT
+            tier = cold.get(start, Tier.HOT)
             row[tier].append((wanted[tier], start))
             wanted[tier] += 1
         tables.append(row)
 
     spare = 2  # physical blocks that belong to nobody and stay poisoned
+    room = {tier: count + spare for tier, count in wanted.items()}
+    room[Tier.SINK] = len(seq_lens) + spare
+    room[Tier.HOT] += 1  # in which colder blocks are staged
     layer = LayerBlocks(
-        sink=fmt.allocate(Tier.SINK, len(seq_lens) + spare, "cpu"),
-        hot=fmt.allocate(Tier.HOT, wanted[Tier.HOT] + wanted[Tier.K8V8] + spare, "cpu"),
-        k8v8=fmt.allocate(Tier.K8V8, wanted[Tier.K8V8] + spare, "cpu"),
+        **{tier.name.lower(): fmt.allocate(tier, room[tier], "cpu") for tier in Tier}
     )
     poison(layer)
     order = {t: torch.randperm(layer.tier(t).num_blocks, generator=gen).tolist() for t in Tier}
@@ -119,26 +132,25 @@ def make_case(
         v = torch.randn(shape, generator=gen).to(dtype)
         keys.append(k)
         values.append(v)
+        stored_v = hadamard(v) if rotated_v else v
         count = min(length, sink_tokens)
         if count:
             page = order[Tier.SINK][seq]
             layer.sink.k[page, :, :count] = k[:, :count]
-            layer.sink.v[page, :, :count] = v[:, :count]
+            layer.sink.v[page, :, :count] = stored_v[:, :count]
         entry = 0
         for i, tier in enumerate(BLOCK_TIERS):
             for logical, start in row[tier]:
-                # 8-bit blocks are staged in a hot block nobody owns, then converted and poisoned.
-                hot_index = logical if tier is Tier.HOT else wanted[Tier.HOT] + logical
-                hot_id = order[Tier.HOT][hot_index]
+                # Colder blocks are staged in a hot block that nobody owns, then converted.
+                hot_id = order[Tier.HOT][logical if tier is Tier.HOT else wanted[Tier.HOT]]
                 stop = min(start + block_size, length)
                 layer.hot.k[hot_id, :, : stop - start] = k[:, start:stop]
-                layer.hot.v[hot_id, :, : stop - start] = v[:, start:stop]
+                layer.hot.v[hot_id, :, : stop - start] = stored_v[:, start:stop]
                 physical = hot_id
                 if tier is not Tier.HOT:
                     physical = order[tier][logical]
-                    convert_blocks(
-                        layer.hot, layer.k8v8, torch.tensor([hot_id]), torch.tensor([physical])
-                    )
+                    ids = torch.tensor([hot_id]), torch.tensor([physical])
+                    convert_blocks(layer.hot, layer.tier(tier), Tier.HOT, tier, *ids)
                     layer.hot.k[hot_id] = layer.hot.v[hot_id] = float("nan")
                 block_table[seq, entry] = physical
                 block_starts[seq, entry] = start

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strategies import make_case
 
 from omlx_kernels import ops, reference, vectorized
+from omlx_kernels.layout import BLOCK_TIERS
 
 
 def test_oracle_equals_sdpa_without_quantization():
@@ -35,16 +36,30 @@ def ragged(draw):
     return lens, new, window
 
 
-@settings(deadline=None, max_examples=60)
+@st.composite
+def features(draw):
+    """Draw the tiers of the old blocks, and what a call may ask for beside a window."""
+    tiers = draw(st.sampled_from([(t,) for t in BLOCK_TIERS[1:]] + [BLOCK_TIERS[1:]]))
+    return {
+        "cold_tiers": tiers,
+        "rotated_v": draw(st.booleans()),
+        "softcap": draw(st.sampled_from([None, None, 5.0])),
+        "learned_sinks": draw(st.booleans()),
+        "sink_q": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=120)
 @given(
     ragged(),
+    features(),
     st.sampled_from([(1, 1), (3, 1), (4, 2)]),
     st.sampled_from([32, 64, 80]),
     st.sampled_from([0, 1, 4, 64]),
     st.booleans(),
     st.integers(0, 2**20),
 )
-def test_vectorized_equals_oracle(shape, heads, head_dim, sinks, keep_sinks, seed):
+def test_vectorized_equals_oracle(shape, wanted, heads, head_dim, sinks, keep_sinks, seed):
     lens, new, window = shape
     case = make_case(
         lens,
@@ -54,12 +69,46 @@ def test_vectorized_equals_oracle(shape, heads, head_dim, sinks, keep_sinks, see
         head_dim=head_dim,
         sink_tokens=sinks,
         window_size=window,
+        cold_tiers=wanted["cold_tiers"],
+        rotated_v=wanted["rotated_v"],
         seed=seed,
     )
-    kwargs = dict(case.attention_kwargs(), window_size=window, keep_sinks=keep_sinks)
+    kwargs = case.attention_kwargs() | {
+        "window_size": window,
+        "keep_sinks": keep_sinks,
+        "rotated_v": wanted["rotated_v"],
+        "softcap": wanted["softcap"],
+        "sink_logits": torch.randn(heads[0]) if wanted["learned_sinks"] else None,
+        "sink_q": torch.randn_like(case.q) if wanted["sink_q"] else None,
+    }
     want = reference.paged_attention(case.q, case.blocks, case.meta, **kwargs)
     got = vectorized.paged_attention(case.q, case.blocks, case.meta, **kwargs)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_rotation_changes_nothing_where_nothing_is_rounded():
+    plain = make_case([200], [3], hot_blocks=9, seed=3)
+    rotated = make_case([200], [3], hot_blocks=9, rotated_v=True, seed=3)
+    want = reference.paged_attention(plain.q, plain.blocks, plain.meta, sm_scale=0.1)
+    got = reference.paged_attention(
+        rotated.q, rotated.blocks, rotated.meta, sm_scale=0.1, rotated_v=True
+    )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_sinks_outside_of_the_window_are_scored_with_their_own_query():
+    case = make_case([150], [20], sink_tokens=4, hot_blocks=9)
+    kwargs = {"sm_scale": 0.1, "window_size": 60}
+    plain = reference.paged_attention(case.q, case.blocks, case.meta, **kwargs)
+    same = reference.paged_attention(case.q, case.blocks, case.meta, sink_q=case.q, **kwargs)
+    other = reference.paged_attention(case.q, case.blocks, case.meta, sink_q=-case.q, **kwargs)
+    assert torch.equal(plain, same)
+    assert not torch.allclose(plain, other)
+    wide = {"sm_scale": 0.1, "window_size": 150}  # every sink is inside the window
+    inside = reference.paged_attention(case.q, case.blocks, case.meta, sink_q=-case.q, **wide)
+    assert torch.equal(
+        inside, reference.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    )
 
 
 def test_ops_refuse_wrong_table_dtype():

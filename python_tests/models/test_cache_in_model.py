@@ -8,6 +8,7 @@ from tiny import greedy, left_padded, random_ids, tiny_model
 
 import omlx_cache
 from omlx_cache.compat import cache_name
+from omlx_kernels.layout import Tier
 
 SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0}
 
@@ -84,11 +85,10 @@ def test_report_counts_the_bytes_of_the_tensors():
     cache = omlx_cache.PagedCache(model)
     step(model, cache, random_ids(2, 300))
     tensors = [
-        t
+        tensor
         for layer in cache.layers
-        for tier in (layer.pool.blocks.sink, layer.pool.blocks.hot, layer.pool.blocks.k8v8)
-        for t in (tier.k, tier.v, tier.k_scale, tier.k_zero, tier.v_scale)
-        if t is not None
+        for tier in Tier
+        for tensor in layer.pool.blocks.tier(tier).tensors().values()
     ]
     report = cache.report()
     assert report.total_bytes == sum(t.untyped_storage().nbytes() for t in tensors)
