@@ -19,6 +19,7 @@ from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.report import CacheReport
+from omlx_cache.rotary import rotate
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels import ops
 from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier
@@ -29,9 +30,11 @@ class PagedLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, group: LayerGroup, meter: MemoryMeter) -> None:
+    def __init__(
+        self, group: LayerGroup, meter: MemoryMeter, inv_freq: torch.Tensor | None
+    ) -> None:
         super().__init__()
-        self.group, self._meter = group, meter
+        self.group, self._meter, self._inv_freq = group, meter, inv_freq
         self.pool: LayerPool | None = None
         self.num_columns = 0
         group.layers.append(self)
@@ -98,12 +101,23 @@ class PagedLayer(CacheLayerMixin):
             sm_scale=sm_scale,
             window_size=self.group.geometry.window_size,
             keep_sinks=self.group.keep_sinks,
+            sink_q=self._sink_query(packed, tables.sink_offsets),
         )
         if tables.token_index is not None:
             out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
         if tables.convert is not None:
             ops.convert_blocks(blocks.hot, blocks.k8v8, Tier.HOT, Tier.K8V8, *tables.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
+
+    def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the queries as they look at the sinks outside of the window; None: as they are."""
+        group = self.group
+        if offsets is None or self._inv_freq is None or not group.keep_sinks:
+            return None
+        if not group.geometry.sink_tokens:
+            return None
+        self._inv_freq = self._inv_freq.to(q.device)
+        return rotate(q, offsets, self._inv_freq)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns that a mask covers, offset of the first)."""
@@ -158,11 +172,11 @@ class PagedCache(Cache):
         self._valid: np.ndarray | None = None  # [rows, columns] bool; None while all are real
         by_window: dict[tuple[int | None, bool], LayerGroup] = {}
         layers = []
-        for own in state.spec.windows:
+        for own, inv_freq in zip(state.spec.windows, state.spec.inv_freqs, strict=True):
             key = _effective_window(own, self.config, state.spec.trained_length)
             if key not in by_window:
                 by_window[key] = self._new_group(*key)
-            layers.append(PagedLayer(by_window[key], self.meter))
+            layers.append(PagedLayer(by_window[key], self.meter, inv_freq))
         super().__init__(layers=layers)
 
     def _new_group(self, window: int | None, keep_sinks: bool) -> LayerGroup:

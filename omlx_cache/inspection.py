@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from omlx_cache.compat import PretrainedConfig, PreTrainedModel, uses_attention_interface
+from omlx_cache.rotary import inverse_frequencies
 
 TESTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """``config.model_type`` of the families that the tests compare with the stock model."""
@@ -32,12 +34,15 @@ class ModelSpec:
         sites: its attention modules, in the order of ``layer_idx``.
         windows: each layer's own window in tokens, itself included; None is full attention.
         trained_length: tokens that the model was trained for; None when its config doesn't say.
+        inv_freqs: each layer's rotary frequencies, see `omlx_cache.rotary`; None where its queries
+            can't be stood at another position.
     """
 
     decoder: nn.Module
     sites: tuple[AttentionSite, ...]
     windows: tuple[int | None, ...]
     trained_length: int | None
+    inv_freqs: tuple[torch.Tensor | None, ...]
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
@@ -74,7 +79,8 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         if reason := _module_reason(site.module):
             raise refuse(reason)
     trained = getattr(config, "max_position_embeddings", None)
-    return ModelSpec(decoder, tuple(sites), _layer_windows(config), trained)
+    inv_freqs = tuple(inverse_frequencies(decoder, site.module) for site in sites)
+    return ModelSpec(decoder, tuple(sites), _layer_windows(config), trained, inv_freqs)
 
 
 def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str | None:

@@ -31,6 +31,8 @@ class DeviceTables:
         token_index: [num_queries] int64 rows of the flattened batch that hold real tokens; None
             when all do.
         convert: int32 ids (hot, 8-bit) of the blocks that age in this step; None when none does.
+        sink_offsets: [num_queries] float32, by how many positions (<= 0) each query moves to look
+            at the sinks; None when no query has left the window that begins at position 0.
     """
 
     meta: AttentionMetadata
@@ -38,6 +40,7 @@ class DeviceTables:
     sink_slots: torch.Tensor | None
     token_index: torch.Tensor | None
     convert: tuple[torch.Tensor, torch.Tensor] | None
+    sink_offsets: torch.Tensor | None
 
 
 @dataclass
@@ -209,9 +212,23 @@ class StepPlan:
             max_query_len=max((row.new_tokens for row in self.rows), default=0),
         )
         convert = (ints["convert_from"], ints["convert_to"]) if self.conversions else None
+        offsets = self._sink_offsets()
         return DeviceTables(
-            meta, longs["slots"], longs.get("sink_slots"), longs.get("token_index"), convert
+            meta=meta,
+            slots=longs["slots"],
+            sink_slots=longs.get("sink_slots"),
+            token_index=longs.get("token_index"),
+            convert=convert,
+            sink_offsets=None if offsets is None else send({"": offsets}, device)[""],
         )
+
+    def _sink_offsets(self) -> np.ndarray | None:
+        """Return ``min(window - position, 0)`` of each query; None when all are 0."""
+        window = self.geometry.window_size
+        if window is None or all(row.length <= window + 1 for row in self.rows):
+            return None
+        positions = [np.arange(row.sequence.length, row.length) for row in self.rows]
+        return np.minimum(window - np.concatenate(positions), 0).astype(np.float32)
 
     def _token_arrays(self) -> dict[str, np.ndarray]:
         """Build the int64 arrays that are indexed by token."""

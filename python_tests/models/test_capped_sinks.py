@@ -1,0 +1,79 @@
+"""Sinks at a capped distance: past the window a query looks at them from position ``window``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import FAMILIES, random_ids, tiny_model
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import omlx_cache
+from omlx_cache.compat import cache_name
+from omlx_cache.inspection import inspect_model
+from omlx_cache.rotary import rotate
+
+WINDOW, SINKS = 90, 4
+
+
+def naive_attention(model, hidden: torch.Tensor) -> torch.Tensor:
+    """Run the only attention layer of ``model`` with every score written out."""
+    attention, heads = model.model.layers[0].self_attn, 4
+    length = hidden.shape[1]
+    shape = (1, length, -1, attention.head_dim)
+    q, k, v = (
+        p(hidden).view(shape).transpose(1, 2)
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    position = torch.arange(length)[None]
+    rotated_k = apply_rotary_pos_emb(k, k, *model.model.rotary_emb(k, position))[0]
+    far_q, near_q = (
+        apply_rotary_pos_emb(q, q, *model.model.rotary_emb(q, p))[0]
+        for p in (position, position.clamp(max=WINDOW))
+    )
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    is_sink, outside = j < SINKS, j <= i - WINDOW
+    scores = (
+        torch.where(is_sink & outside, near_q @ rotated_k.mT, far_q @ rotated_k.mT)
+        * attention.head_dim**-0.5
+    )
+    scores = scores.masked_fill((j > i) | (outside & ~is_sink), float("-inf"))
+    out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return attention.o_proj(out)
+
+
+@torch.no_grad()
+def test_attention_past_the_window_equals_the_written_out_scores():
+    model = tiny_model(num_hidden_layers=1)
+    ids = random_ids(1, 300)
+    layer, seen = model.model.layers[0], []
+    layer.self_attn.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+    hidden = layer.input_layernorm(model.get_input_embeddings()(ids))
+    want = naive_attention(model, hidden)
+    omlx_cache.patch(model, cache_bits=16, window_size=WINDOW, block_size=64, prefill_chunk=70)
+    cache = omlx_cache.PagedCache(model)
+    name = cache_name(type(model).forward)
+    model(ids[:, :-5], **{name: cache})
+    for i in range(295, 300):
+        model(ids[:, i : i + 1], **{name: cache})
+    torch.testing.assert_close(torch.cat(seen, 1), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotation_is_the_models_own(family):
+    model = tiny_model(family)
+    spec = inspect_model(model)
+    q = torch.randn(1, 2, 3, model.model.layers[0].self_attn.head_dim)
+    far, near = torch.tensor([[50, 700, 4000]]), torch.tensor([[50, 90, 90]])
+    at_far, at_near = (
+        apply_rotary_pos_emb(q, q, *model.model.rotary_emb(q, p))[0] for p in (far, near)
+    )
+    offsets = (near - far)[0].float()
+    got = rotate(at_far[0].transpose(0, 1), offsets, spec.inv_freqs[0])
+    torch.testing.assert_close(got, at_near[0].transpose(0, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_frequencies_that_depend_on_the_length_are_left_alone():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model(rope_parameters=scaling)
+    assert inspect_model(model).inv_freqs == (None, None, None)
