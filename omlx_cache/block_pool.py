@@ -70,8 +70,8 @@ class LayerPool:
 
 def copy_blocks(blocks: TierBlocks, pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks (or pages) of a tier, from the first to the second id of each pair."""
-    for tensor in blocks.tensors().values():
-        for source, target in pairs:
+    for source, target in pairs:
+        for tensor in blocks.tensors().values():
             tensor[target].copy_(tensor[source])
 
 

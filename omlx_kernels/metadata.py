@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from omlx_kernels.errors import describe
+from omlx_kernels.layout import BLOCK_TIERS
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -48,6 +51,10 @@ class AttentionMetadata:
         split_starts: [num_seqs + 1] the splits of sequence ``s`` are
             ``split_starts[s] .. split_starts[s + 1] - 1``.
         max_query_len: the largest number of queries of a sequence; 1 means decode.
+
+    Raises:
+        ValueError: for a table of another shape or dtype, or on another device than ``seq_lens``.
+            The values, which live on the device, are not looked at.
     """
 
     block_table: torch.Tensor
@@ -59,6 +66,30 @@ class AttentionMetadata:
     splits: torch.Tensor
     split_starts: torch.Tensor
     max_query_len: int
+
+    def __post_init__(self) -> None:
+        seqs = self.seq_lens.shape[0]
+        shapes = {
+            "block_table": (seqs, self.block_table.shape[-1]),
+            "block_starts": tuple(self.block_table.shape),
+            "tier_starts": (seqs, len(BLOCK_TIERS) + 1),
+            "sink_pages": (seqs,),
+            "seq_lens": (seqs,),
+            "query_start_loc": (seqs + 1,),
+            "splits": (self.splits.shape[0], 4),
+            "split_starts": (seqs + 1,),
+        }
+        for name, shape in shapes.items():
+            x = getattr(self, name)
+            if x.dtype != torch.int32 or tuple(x.shape) != shape or not x.is_contiguous():
+                got = f"{x.dtype} {tuple(x.shape)}"
+                expected = f"contiguous torch.int32 {shape}"
+                raise ValueError(
+                    describe("AttentionMetadata", name, expected, got, "call .to(torch.int32)")
+                )
+            if x.device != self.seq_lens.device:
+                expected = f"on {self.seq_lens.device} like seq_lens"
+                raise ValueError(describe("AttentionMetadata", name, expected, str(x.device)))
 
     @property
     def num_seqs(self) -> int:

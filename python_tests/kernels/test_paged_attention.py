@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,8 +113,30 @@ def test_sinks_outside_of_the_window_are_scored_with_their_own_query():
     )
 
 
-def test_ops_refuse_wrong_table_dtype():
-    case = make_case([10], [1])
-    bad = type(case.meta)(**{**vars(case.meta), "block_table": case.meta.block_table.long()})
-    with pytest.raises(ValueError, match=r"paged_attention: block_table must be contiguous int32"):
-        ops.paged_attention(case.q, case.blocks, bad, sm_scale=1.0)
+def test_tables_are_checked_once_for_all_layers():
+    meta = make_case([10], [1]).meta
+    with pytest.raises(ValueError, match=r"block_table must be contiguous torch\.int32 \(1, 2\)"):
+        replace(meta, block_table=meta.block_table.long())
+    with pytest.raises(ValueError, match=r"tier_starts must be contiguous torch\.int32 \(1, 5\)"):
+        replace(meta, tier_starts=meta.tier_starts[:, :3].contiguous())
+    with pytest.raises(ValueError, match="splits must be on cpu like seq_lens, got meta"):
+        replace(meta, splits=meta.splits.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 32)}, "q must be .*head_dim=64"),
+        ({"q": torch.zeros(1, 3, 64)}, "a multiple of kv_heads=2"),
+        ({"q": torch.zeros(1, 2, 64).half()}, "like the hot blocks"),
+        ({"window_size": 0}, "window_size must be None or >= 1, got 0"),
+        ({"softcap": 0.0}, "softcap must be None or > 0"),
+        ({"sink_q": torch.zeros(1, 2, 32)}, "sink_q must be like q"),
+        ({"sink_logits": torch.zeros(3)}, r"sink_logits must be \[num_q_heads=2\]"),
+    ],
+)
+def test_attention_refuses_by_name(change, message):
+    case = make_case([10], [1], num_kv_heads=2)
+    kwargs = {"q": case.q, "sm_scale": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        ops.paged_attention(kwargs.pop("q"), case.blocks, case.meta, **kwargs)
