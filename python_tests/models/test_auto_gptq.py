@@ -18,6 +18,7 @@ from gptq_checkpoint import (
 )
 from safetensors.torch import load_file
 
+import omlx_cache
 from omlx_cache import auto_gptq_compat
 from omlx_cache.unwrap import gptq_bits, unwrap
 
@@ -81,6 +82,21 @@ def test_float32_generation_on_a_cpu_equals_the_dequantized_model(load):
     assert model.generate(input_ids=INPUT_IDS, **options).shape == expected.shape
 
 
+def test_patched_gives_the_stock_text(load):
+    model, _ = load()
+    options = {"max_new_tokens": 24, "do_sample": False}
+    want, under_autocast = (
+        unwrap(model).generate(INPUT_IDS, **options),
+        model.generate(input_ids=INPUT_IDS, **options),
+    )
+    omlx_cache.patch(model, model_bits=4, cache_bits=16, block_size=64)
+    assert torch.equal(unwrap(model).generate(INPUT_IDS, **options), want)
+    assert model.generate(input_ids=INPUT_IDS, **options).shape == under_autocast.shape
+    assert omlx_cache.report(model).cached_tokens == 2 * (40 + 23)
+    omlx_cache.unpatch(model)
+    assert torch.equal(unwrap(model).generate(INPUT_IDS, **options), want)
+
+
 def test_unwrap_and_bits(load):
     model, _ = load()
     causal_lm = unwrap(model)
@@ -132,6 +148,7 @@ def test_packing_is_auto_gptqs(auto_gptq, sym):
 def test_enable_works_after_a_failed_import_and_leaves_no_name_behind(auto_gptq):
     script = """
 import importlib, sys
+import omlx_cache
 from omlx_cache import auto_gptq_compat
 places = [(importlib.import_module(module), name) for module, name in auto_gptq_compat._MOVED]
 before = [hasattr(*place) for place in places]

@@ -17,6 +17,7 @@ from gptq_checkpoint import (
 )
 from safetensors.torch import load_file
 
+import omlx_cache
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 INPUT_IDS = torch.randint(2, VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -116,3 +117,28 @@ def test_through_gptqmodel(gptqmodel, checkpoint, desc_act):
     assert type(causal_lm).__name__ == "LlamaForCausalLM"
     assert gptq_bits(model) == gptq_bits(causal_lm) == 4
     check_logits(causal_lm, twin)
+
+
+def test_patched_gives_the_stock_text_through_transformers(checkpoint, gptqmodel):
+    pytest.importorskip("optimum", reason="needs optimum: pip install omlx_cache[gptq]")
+    from transformers import AutoModelForCausalLM
+
+    folder, _ = checkpoint()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options = {"max_new_tokens": 24, "do_sample": False}
+    want = model.generate(INPUT_IDS, **options)
+    omlx_cache.patch(model, model_bits=4, cache_bits=16, block_size=64)
+    assert torch.equal(model.generate(INPUT_IDS, **options), want)
+    assert omlx_cache.report(model).cached_tokens == 2 * (40 + 23)
+
+
+def test_patched_through_gptqmodel(gptqmodel, checkpoint):
+    folder, twin = checkpoint()
+    model = gptqmodel.GPTQModel.load(str(folder), device="cpu")
+    options = {"input_ids": INPUT_IDS, "max_new_tokens": 24, "do_sample": False}
+    with omlx_cache.patched(model, model_bits=4, cache_bits=16, block_size=64):
+        check_logits(unwrap(model), twin)  # bfloat16: the text may part from stock, by its noise
+        assert model.generate(**options).shape == (2, 64)
+        assert omlx_cache.report(model).cached_tokens == 2 * (40 + 23)
+    with pytest.raises(ValueError, match="model_bits"):
+        omlx_cache.patch(model, model_bits=8)
