@@ -18,11 +18,14 @@ from omlx_cache.compat import Cache, CacheLayerMixin
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.patch_state import PatchState, state_of
+from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.report import CacheReport
 from omlx_cache.rotary import rotate
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels import ops
 from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier
+
+_UNQUANTIZED = {"cache_bits": 16, "tiers": None, "max_gpu_blocks": None}
 
 
 class PagedLayer(CacheLayerMixin):
@@ -75,9 +78,10 @@ class PagedLayer(CacheLayerMixin):
         k, v = (
             x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)
         )
+        rotate_v = self.group.policy.rotates_values
         if tables.sink_slots is not None:
-            ops.append_kv(k, v, blocks.sink, tables.sink_slots)
-        ops.append_kv(k, v, blocks.hot, tables.slots)
+            ops.append_kv(k, v, blocks.sink, tables.sink_slots, rotate_v=rotate_v)
+        ops.append_kv(k, v, blocks.hot, tables.slots, rotate_v=rotate_v)
         return key_states, value_states
 
     def attend(self, query: torch.Tensor, sm_scale: float) -> torch.Tensor:
@@ -101,12 +105,13 @@ class PagedLayer(CacheLayerMixin):
             sm_scale=sm_scale,
             window_size=self.group.geometry.window_size,
             keep_sinks=self.group.keep_sinks,
+            rotated_v=self.group.policy.rotates_values,
             sink_q=self._sink_query(packed, tables.sink_offsets),
         )
         if tables.token_index is not None:
             out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
-        if tables.convert is not None:
-            ops.convert_blocks(blocks.hot, blocks.k8v8, Tier.HOT, Tier.K8V8, *tables.convert)
+        for old, new, old_ids, new_ids in tables.convert:
+            ops.convert_blocks(blocks.tier(old), blocks.tier(new), old, new, old_ids, new_ids)
         return out.view(batch, columns, heads, dim).to(query.dtype)
 
     def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
@@ -162,7 +167,9 @@ class PagedCache(Cache):
                 nothing is rounded and which may take what memory it needs.
         """
         cache = cls.__new__(cls)
-        cache._build(state, {"cache_bits": 16, "max_gpu_blocks": None} if unquantized else {})
+        cache._build(
+            state, {"cache_bits": 16, "tiers": None, "max_gpu_blocks": None} if unquantized else {}
+        )
         return cache
 
     def _build(self, state: PatchState, overrides: dict | None = None) -> None:
@@ -182,9 +189,9 @@ class PagedCache(Cache):
     def _new_group(self, window: int | None, keep_sinks: bool) -> LayerGroup:
         config = self.config
         group = LayerGroup(
-            Geometry(config.block_size, config.sink_tokens, window, config.recent_tokens),
+            Geometry(config.block_size, config.sink_tokens, window),
             keep_sinks=keep_sinks,
-            quantize=config.cache_bits != 16,
+            policy=TierPolicy.from_config(config),
             max_blocks=config.max_gpu_blocks,
             blocks_per_split=4,
         )

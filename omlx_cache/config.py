@@ -4,8 +4,8 @@ Each key belongs to one section, in YAML and in nested dicts:
 
     kv_cache:      block_size, max_gpu_blocks, cpu_offload, disk_cache, recent_tokens, prefill_chunk
                    later: prefix_cache, max_cpu_blocks, recall, max_disk_bytes
-    quantization:  model_bits, cache_bits
-                   later: tiers, target_saving, keep_layers
+    quantization:  model_bits, cache_bits, tiers
+                   later: target_saving, keep_layers
     attention:     window_size, sink_tokens, pruning
                    later: prune_ratio
 
@@ -32,7 +32,7 @@ from omlx_cache.config_pending import (
     today,
 )
 from omlx_cache.config_source import SECTIONS, collect, from_file, from_keywords
-from omlx_cache.config_types import Bits, Directory, KVBits, Positive, WeightBits, key
+from omlx_cache.config_types import Bits, Directory, KVBits, Positive, Tiers, WeightBits, key
 
 
 class CacheConfig(BaseModel):
@@ -118,10 +118,20 @@ class CacheConfig(BaseModel):
     cache_bits: Bits | KVBits = key(
         "quantization",
         8,
-        "4, 8 or 16, or {k: …, v: …} of these",
-        "Bits of the K and V numbers older than recent_tokens. 8: quantized, K per channel in "
-        "groups of 64 tokens, V per token. 16: never quantized, all in the model's own dtype (also "
-        "where that is float32). 4, and K and V chosen apart, have not landed yet.",
+        "4, 8 or 16, or {k: 8, v: 4}",
+        "Bits of the K and V numbers older than recent_tokens. 8: K per channel in groups of 64 "
+        "tokens, V per token. {k: 8, v: 4}: V in 4 bits, rotated, per token in groups of 64 "
+        "channels. 4: K too. 16: never quantized, all in the model's own dtype (also where that is "
+        "float32). For several precisions by age see tiers.",
+    )
+    tiers: Tiers | None = key(
+        "quantization",
+        None,
+        "a mapping of k8v8, k8v4, k4v4 (in this order) to tokens, the last to null (the rest)",
+        "Precision by age, instead of cache_bits: how many tokens older than recent_tokens each "
+        "tier takes, from new to old. {k8v4: 6200, k4v4: null} keeps 6200 tokens at 8-bit K and "
+        "4-bit V, and everything older at 4 bits. A block changes its tier once all of it is old "
+        "enough. null: one tier, as cache_bits says.",
     )
     window_size: Literal["auto"] | Positive | None = key(
         "attention",
@@ -201,6 +211,9 @@ class CacheConfig(BaseModel):
                 f"got {type(config).__name__}"
             )
         over, more = from_keywords(overrides, _SECTION_OF)
+        for one, other in (("cache_bits", "tiers"), ("tiers", "cache_bits")):
+            if one in over and over[one].value is not None and other not in over:
+                given.pop(other, None)  # two ways to say one thing: the override says it now
         return cls._build({**given, **over}, problems + more)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -226,6 +239,9 @@ class CacheConfig(BaseModel):
 
     def __delattr__(self, name: str) -> None:
         setattr(self, name, None)  # raises
+
+    def __hash__(self) -> int:
+        return hash(self.to_yaml())
 
     @classmethod
     def _build(cls, given: dict[str, Given], problems: list[str]) -> CacheConfig:
@@ -281,17 +297,24 @@ def check_model_bits(config: CacheConfig, actual_bits: int | None) -> None:
 
 def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[str]:
     """Return a line for each pair of legal values that exclude each other."""
-    if "window_size" in bad or "sink_tokens" in bad:
-        return []
+    lines = []
+    bits, tiers = given.get("cache_bits"), given.get("tiers")
+    default = _FIELDS["cache_bits"].default  # which to_yaml writes beside tiers
+    if bits and tiers and tiers.value is not None and bits.value != default:
+        lines.append(
+            f"{bits.path}{bits.place} and {tiers.path}{tiers.place} exclude each other: both say "
+            f"how older tokens are stored; delete one"
+        )
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")
     )
-    if not isinstance(window.value, int) or window.value > sinks.value:
-        return []
-    of_sinks = sinks.place if "sink_tokens" in given else " (the default)"
-    line = (
-        f"attention.window_size must be more than attention.sink_tokens, got {window.value}"
-        f"{window.place} and {sinks.value}{of_sinks}; set window_size to at least "
-        f"{sinks.value + 1}, or sink_tokens to at most {window.value - 1}"
-    )
-    return [line]
+    if {"window_size", "sink_tokens"} & set(bad) or not isinstance(window.value, int):
+        return lines
+    if window.value <= sinks.value:
+        of_sinks = sinks.place if "sink_tokens" in given else " (the default)"
+        lines.append(
+            f"attention.window_size must be more than attention.sink_tokens, got {window.value}"
+            f"{window.place} and {sinks.value}{of_sinks}; set window_size to at least "
+            f"{sinks.value + 1}, or sink_tokens to at most {window.value - 1}"
+        )
+    return lines

@@ -32,13 +32,11 @@ class NotLanded:
 NOT_LANDED: dict[str, NotLanded] = {
     "cpu_offload": NotLanded("moving blocks to CPU memory", landed=(False,)),
     "disk_cache": NotLanded("keeping blocks on disk", landed=(False,)),
-    "cache_bits": NotLanded("4-bit blocks, and K and V chosen apart", landed=(8, 16)),
     "pruning": NotLanded("choosing the block that leaves a full pool", landed=("oldest",)),
     "prefix_cache": NotLanded("reusing the blocks of an equal prefix", section="kv_cache"),
     "max_cpu_blocks": NotLanded("bounding the blocks in CPU memory", section="kv_cache"),
     "recall": NotLanded("attending to offloaded blocks", section="kv_cache"),
     "max_disk_bytes": NotLanded("bounding the blocks on disk", section="kv_cache"),
-    "tiers": NotLanded("precision by ranges of token age", section="quantization"),
     "target_saving": NotLanded("ranges chosen for a memory target", section="quantization"),
     "keep_layers": NotLanded("layers kept at a higher precision", section="quantization"),
     "prune_ratio": NotLanded("dropping a share of the cache by attention", section="attention"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 
@@ -19,9 +19,24 @@ def _no_float(value: Any) -> Any:
     return value
 
 
+def _a_tiers_bits(value: dict[str, int]) -> dict[str, int]:
+    if (value.get("k"), value.get("v")) not in ((8, 8), (8, 4), (4, 4)):
+        raise PydanticCustomError("kv_bits", "must be the bits of a tier")
+    return value
+
+
+def _cooling(value: dict[str, int | None]) -> dict[str, int | None]:
+    order = [name for name in ("k8v8", "k8v4", "k4v4") if name in value]
+    ranges = list(value.values())
+    if not ranges or list(value) != order or ranges[-1] is not None or None in ranges[:-1]:
+        raise PydanticCustomError("tiers", "must get colder, and end with null")
+    return value
+
+
 Positive = Annotated[int, Field(ge=1)]
 Bits = Annotated[Literal[4, 8, 16], BeforeValidator(_no_float)]
-KVBits = Annotated[dict[Literal["k", "v"], Bits], Field(min_length=2)]
+KVBits = Annotated[dict[Literal["k", "v"], Bits], AfterValidator(_a_tiers_bits)]
+Tiers = Annotated[dict[Literal["k8v8", "k8v4", "k4v4"], Positive | None], AfterValidator(_cooling)]
 WeightBits = Annotated[Literal[2, 3, 4, 8, 16, 32], BeforeValidator(_no_float)]
 Directory = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 

@@ -15,6 +15,7 @@ import numpy as np
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import reopen_block
 from omlx_cache.plan import StepPlan
+from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.layout import BLOCK_TIERS, Tier
@@ -29,7 +30,7 @@ class LayerGroup:
     Args:
         geometry: block arithmetic with the group's window.
         keep_sinks: whether sink tokens stay visible outside the window.
-        quantize: whether blocks older than the recent tokens become 8-bit.
+        policy: which tier a block belongs to.
         max_blocks: bound on the blocks in use; None is no bound.
         blocks_per_split: see `omlx_cache.tables.tables_of_rows`.
     """
@@ -39,11 +40,11 @@ class LayerGroup:
         geometry: Geometry,
         *,
         keep_sinks: bool,
-        quantize: bool,
+        policy: TierPolicy,
         max_blocks: int | None,
         blocks_per_split: int,
     ) -> None:
-        self.geometry, self.keep_sinks, self.quantize = geometry, keep_sinks, quantize
+        self.geometry, self.keep_sinks, self.policy = geometry, keep_sinks, policy
         self.blocks_per_split = blocks_per_split
         self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
         self.pages = BlockAllocator([Tier.SINK])
@@ -99,7 +100,7 @@ class LayerGroup:
             geometry=self.geometry,
             blocks=self.blocks,
             pages=self.pages,
-            quantize=self.quantize,
+            policy=self.policy,
             blocks_per_split=self.blocks_per_split,
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
+from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_cache.tables import send, sink_slots_of_row, slots_of_row, tables_of_rows
 from omlx_kernels.layout import Tier
@@ -30,7 +31,7 @@ class DeviceTables:
         sink_slots: the same for the sink pages; None when no new token is a sink.
         token_index: [num_queries] int64 rows of the flattened batch that hold real tokens; None
             when all do.
-        convert: int32 ids (hot, 8-bit) of the blocks that age in this step; None when none does.
+        convert: (tier, colder tier, int32 ids, int32 ids) of the blocks that age in this step.
         sink_offsets: [num_queries] float32, by how many positions (<= 0) each query moves to look
             at the sinks; None when no query has left the window that begins at position 0.
     """
@@ -39,7 +40,7 @@ class DeviceTables:
     slots: torch.Tensor
     sink_slots: torch.Tensor | None
     token_index: torch.Tensor | None
-    convert: tuple[torch.Tensor, torch.Tensor] | None
+    convert: list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]
     sink_offsets: torch.Tensor | None
 
 
@@ -71,7 +72,7 @@ class StepPlan:
         geometry: the group's block arithmetic.
         blocks: allocator of the block tiers.
         pages: allocator of the sink pages (space ``Tier.SINK``).
-        quantize: whether blocks older than the recent tokens become 8-bit.
+        policy: which tier a block belongs to.
         blocks_per_split: see `tables_of_rows`.
 
     Raises:
@@ -87,10 +88,10 @@ class StepPlan:
         geometry: Geometry,
         blocks: BlockAllocator,
         pages: BlockAllocator,
-        quantize: bool,
+        policy: TierPolicy,
         blocks_per_split: int,
     ) -> None:
-        self.geometry, self.valid = geometry, valid
+        self.geometry, self.policy, self.valid = geometry, policy, valid
         self._blocks, self._pages = blocks, pages
         self._blocks_per_split = blocks_per_split
         self._devices: dict[torch.device, DeviceTables] = {}
@@ -104,7 +105,7 @@ class StepPlan:
         self.page_copies: list[tuple[int, int]] = []
         for row, row_starts, tail in zip(self.rows, starts, shared, strict=True):
             self._extend(row, row_starts, tail)
-        self.conversions = self._age() if quantize else {}
+        self.conversions = self._age()
 
     def _shared_tail(self, row: RowPlan) -> StoredBlock | None:
         """Return the row's partial block when others hold it too: writing needs a copy."""
@@ -136,22 +137,22 @@ class StepPlan:
             (row.sink_page,) = self._pages.allocate(Tier.SINK, 1)
             self.page_copies.append((row.old_sink_page, row.sink_page))
 
-    def _age(self) -> dict[int, int]:
-        """Give the hot blocks that leave the recent range of every holder an 8-bit id."""
-        wanted: dict[int, int] = {}
+    def _age(self) -> dict[StoredBlock, StoredBlock]:
+        """Give each full block that every holder wants colder an id in the colder tier."""
+        wanted: dict[StoredBlock, list[Tier]] = {}
         for row in self.rows:
             for block in row.blocks:
-                if block.tier is Tier.HOT and self._stays_and_ages(block, row.length):
-                    wanted[block.index] = wanted.get(block.index, 0) + 1
-        return {
-            index: self._blocks.begin_replace(Tier.HOT, index, Tier.K8V8)
-            for index, holders in wanted.items()
-            if holders == self._blocks.refs(Tier.HOT, index)
-        }
-
-    def _stays_and_ages(self, block: StoredBlock, length: int) -> bool:
-        leaves = self.geometry.is_released(block, length)
-        return self.geometry.has_aged(block, length) and not leaves
+                if not self.geometry.is_released(block, row.length):
+                    tier = self.policy.tier_of(block.start + self.geometry.block_size, row.length)
+                    if tier > block.tier:
+                        wanted.setdefault(block, []).append(tier)
+        moves = {}
+        for block, tiers in wanted.items():
+            if len(tiers) == self._blocks.refs(block.tier, block.index):
+                tier = min(tiers)  # the warmest that a holder asks for
+                index = self._blocks.begin_replace(block.tier, block.index, tier)
+                moves[block] = StoredBlock(block.start, tier, index)
+        return moves
 
     def commit(self) -> None:
         """Make the step's result the state of the rows, and release what left."""
@@ -160,9 +161,9 @@ class StepPlan:
             for block in row.blocks:
                 if self.geometry.is_released(block, row.length):
                     self._blocks.release(block.tier, block.index)
-                elif block.tier is Tier.HOT and block.index in self.conversions:
-                    kept.append(StoredBlock(block.start, Tier.K8V8, self.conversions[block.index]))
-                    self._blocks.release(Tier.HOT, block.index)
+                elif block in self.conversions:
+                    kept.append(self.conversions[block])
+                    self._blocks.release(block.tier, block.index)
                 else:
                     kept.append(block)
             for block in row.given_up:
@@ -177,8 +178,8 @@ class StepPlan:
     def rollback(self) -> None:
         """Release everything that the step took; the rows were never touched."""
         for new in self.conversions.values():
-            while self._blocks.refs(Tier.K8V8, new):
-                self._blocks.release(Tier.K8V8, new)
+            while self._blocks.refs(new.tier, new.index):
+                self._blocks.release(new.tier, new.index)
         for row in self.rows:
             for block in row.taken:
                 self._blocks.release(block.tier, block.index)
@@ -202,16 +203,18 @@ class StepPlan:
             self._blocks_per_split,
         )
         names = list(arrays)
-        if self.conversions:
-            arrays["convert_from"] = np.array(list(self.conversions), np.int32)
-            arrays["convert_to"] = np.array(list(self.conversions.values()), np.int32)
+        pairs = {(old.tier, new.tier) for old, new in self.conversions.items()}
+        for pair in pairs:
+            moves = [m for m in self.conversions.items() if (m[0].tier, m[1].tier) == pair]
+            arrays[pair, "from"] = np.array([old.index for old, _ in moves], np.int32)
+            arrays[pair, "to"] = np.array([new.index for _, new in moves], np.int32)
         ints = send(arrays, device)
         longs = send(self._token_arrays(), device)
         meta = AttentionMetadata(
             **{name: ints[name] for name in names},
             max_query_len=max((row.new_tokens for row in self.rows), default=0),
         )
-        convert = (ints["convert_from"], ints["convert_to"]) if self.conversions else None
+        convert = [(*pair, ints[pair, "from"], ints[pair, "to"]) for pair in sorted(pairs)]
         offsets = self._sink_offsets()
         return DeviceTables(
             meta=meta,

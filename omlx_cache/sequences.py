@@ -39,19 +39,17 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How positions map to blocks, and when a block ages or leaves.
+    """How positions map to blocks, and when a block leaves.
 
     Args:
         block_size: tokens a block holds.
         sink_tokens: tokens that live in the sink page.
         window_size: keys that a query sees, itself included; None is all.
-        recent_tokens: the newest tokens, which stay in the model's dtype.
     """
 
     block_size: int
     sink_tokens: int
     window_size: int | None
-    recent_tokens: int
 
     def num_blocks(self, length: int) -> int:
         """Blocks that ``length`` tokens have filled or begun."""
@@ -77,7 +75,3 @@ class Geometry:
         """Whether no query at position ``length`` or later can see ``block``."""
         released = self.num_released(length) * self.block_size
         return block.start < self.sink_tokens + released
-
-    def has_aged(self, block: StoredBlock, length: int) -> bool:
-        """Whether ``block`` is full and older than the recent tokens at ``length`` tokens."""
-        return block.start + self.block_size <= length - self.recent_tokens

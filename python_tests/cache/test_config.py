@@ -33,7 +33,8 @@ def landed(draw):
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
         "model_bits": draw(st.sampled_from([None, 2, 3, 4, 8, 16, 32])),
-        "cache_bits": draw(st.sampled_from([8, 16])),
+        "cache_bits": draw(st.sampled_from([4, 8, 16, {"k": 8, "v": 4}, {"k": 4, "v": 4}])),
+        "tiers": draw(st.sampled_from([None, {"k8v4": 6200, "k4v4": None}, {"k8v8": None}])),
         "window_size": draw(windows),
         "sink_tokens": sinks,
         "pruning": "oldest",
@@ -42,6 +43,8 @@ def landed(draw):
     pair = {"window_size", "sink_tokens"}  # drawn to fit each other: keep both or none
     kept = draw(st.sets(st.sampled_from(sorted(values))))
     kept = kept | pair if kept & pair else kept
+    if values["tiers"] is not None:  # instead of cache_bits, not beside it
+        kept -= {draw(st.sampled_from(["cache_bits", "tiers"]))}
     return {key: value for key, value in values.items() if key in kept}
 
 
@@ -102,6 +105,12 @@ def test_every_form_gives_the_same_configuration(tmp_path_factory, leaf_keys):
 def test_overrides_replace_and_leave_the_rest(base, over):
     if {**base, **over}.get("window_size") not in (None, "auto"):
         over = {**over, "window_size": 100, "sink_tokens": 0}
+    if over.get("tiers") is not None:  # one setting with two names
+        base = {key: value for key, value in base.items() if key != "cache_bits"}
+    elif "cache_bits" in over and "tiers" not in over:
+        base = {key: value for key, value in base.items() if key != "tiers"}
+    elif "tiers" in over or "cache_bits" in over:
+        base = {k: v for k, v in base.items() if k not in ("tiers", "cache_bits")}
     for source in (base, nested(base), CacheConfig(**base)):
         assert CacheConfig.resolve(source, **over) == CacheConfig(**{**base, **over})
 
@@ -122,6 +131,7 @@ def test_defaults():
         "prefill_chunk": 512,
         "model_bits": None,
         "cache_bits": 8,
+        "tiers": None,
         "window_size": "auto",
         "sink_tokens": 4,
         "pruning": "oldest",
@@ -220,11 +230,19 @@ WRONG = [
     ("model_bits", 5, "2, 3, 4, 8, 16 or 32, or None (not checked), got 5 (int)"),
     ("model_bits", "4-bit", "got '4-bit' (str); write 4"),
     ("model_bits", 4.0, "got 4.0 (float); write 4"),
-    ("cache_bits", 5, "4, 8 or 16, or {k: …, v: …} of these (today only 8 or 16), got 5 (int)"),
+    ("cache_bits", 5, "4, 8 or 16, or {k: 8, v: 4}, got 5 (int)"),
     ("cache_bits", 8.0, "write 8"),
-    ("cache_bits", {"k": 8}, "{k: …, v: …}"),
-    ("cache_bits", {"k": 8, "v": 5}, "{k: …, v: …}"),
-    ("cache_bits", {"k": 8, "w": 4}, "{k: …, v: …}"),
+    ("cache_bits", {"k": 8}, "{k: 8, v: 4}"),
+    ("cache_bits", {"k": 8, "v": 5}, "{k: 8, v: 4}"),
+    ("cache_bits", {"k": 8, "w": 4}, "{k: 8, v: 4}"),
+    ("cache_bits", {"k": 4, "v": 8}, "{k: 8, v: 4}"),  # keys are what 4 bits hurt
+    ("tiers", [], "a mapping of k8v8, k8v4, k4v4 (in this order) to tokens"),
+    ("tiers", {}, "the last to None (the rest), got {} (dict)"),
+    ("tiers", {"k8v8": 1024}, "the last to None"),
+    ("tiers", {"k4v4": 64, "k8v4": None}, "in this order"),
+    ("tiers", {"k8v8": None, "k4v4": None}, "the last to None"),
+    ("tiers", {"k8v8": 0, "k4v4": None}, "the last to None"),
+    ("tiers", {"hot": 64, "k4v4": None}, "a mapping of k8v8, k8v4, k4v4"),
     ("window_size", 0, "an integer of at least 1, auto, or None (no window), got 0 (int)"),
     ("window_size", "none", "write None, without quotes"),
     ("window_size", "Auto", "did you mean auto?"),
@@ -404,9 +422,9 @@ def test_several_errors_come_together_one_a_line():
         "\n  - kv_cache.block_size must be",
         "\n  - quantization.cache_bits must be",
         "\n  - attention.window_size must be more than",
-        "\n  - quantization.tiers: [1] has not landed yet",
+        "\n  - quantization.target_saving: 0.6 has not landed yet",
     ) as info:
-        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, tiers=[1])
+        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, target_saving=0.6)
     assert len(info.value.args) == 5
     assert isinstance(info.value, ValueError)
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
@@ -417,9 +435,7 @@ def test_several_errors_come_together_one_a_line():
 EARLY = {
     "cpu_offload": [True],
     "disk_cache": [True, "/somewhere", pathlib.Path("somewhere")],
-    "cache_bits": [4, {"k": 8, "v": 4}, {"k": 8, "v": 8}],
     "pruning": ["topk", "random"],
-    "tiers": [None, [], {"k8v8": 1024}],
     "target_saving": [0.6],
     "keep_layers": [[0, -1]],
     "prune_ratio": [0.3],
@@ -575,6 +591,18 @@ def test_a_configuration_stays_as_it_is():
         config, block_size=512
     )
     assert config == CacheConfig(window_size=1024)
+    tiers = {"k8v8": 64, "k4v4": None}
+    assert hash(CacheConfig(tiers=tiers)) == hash(CacheConfig(tiers=dict(tiers)))
+
+
+def test_cache_bits_beside_tiers_is_a_contradiction(write):
+    path = write("cache_bits: 4\ntiers: {k8v4: 100, k4v4: null}\n")
+    with refused(
+        f"quantization.cache_bits ({path}:1) and quantization.tiers ({path}:2) exclude each other",
+        "delete one",
+    ):
+        CacheConfig.from_yaml(path)
+    assert CacheConfig.resolve(path, tiers=None).cache_bits == 4
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.layout import Tier
@@ -19,11 +20,15 @@ from omlx_kernels.layout import Tier
 SIZE = 64
 
 
-def new_group(sinks=4, window=None, recent=0, max_blocks=None, quantize=True) -> LayerGroup:
+ONE = ((Tier.K8V8, None),)
+ALL = ((Tier.K8V8, 64), (Tier.K8V4, 100), (Tier.K4V4, None))
+
+
+def new_group(sinks=4, window=None, recent=0, max_blocks=None, ranges=ONE) -> LayerGroup:
     return LayerGroup(
-        Geometry(SIZE, sinks, window, recent),
+        Geometry(SIZE, sinks, window),
         keep_sinks=True,
-        quantize=quantize,
+        policy=TierPolicy(recent, ranges),
         max_blocks=max_blocks,
         blocks_per_split=2,
     )
@@ -38,11 +43,13 @@ class GroupMachine(RuleBasedStateMachine):
         recent=st.sampled_from([0, 128]),
         max_blocks=st.none() | st.integers(6, 20),
         rows=st.integers(1, 3),
+        ranges=st.sampled_from([(), ONE, ALL]),
     )
-    def start(self, sinks, window, recent, max_blocks, rows):
-        self.group = new_group(sinks, window, recent, max_blocks)
+    def start(self, sinks, window, recent, max_blocks, rows, ranges):
+        self.group = new_group(sinks, window, recent, max_blocks, ranges)
         self.group.rows = [Sequence() for _ in range(rows)]
         self.lengths = [0] * rows
+        self.reopened = False
 
     def snapshot(self):
         return [(r.length, r.sink_page, list(r.blocks)) for r in self.group.rows]
@@ -107,6 +114,7 @@ class GroupMachine(RuleBasedStateMachine):
             assert (self.snapshot(), self.group.blocks.num_used) == (before, used)
             return
         self.group.crop(removed)
+        self.reopened = True  # shorter rows: blocks are colder than their age, or re-opened
         self.lengths = [n - m for n, m in zip(self.lengths, removed, strict=True)]
 
     @invariant()
@@ -125,6 +133,9 @@ class GroupMachine(RuleBasedStateMachine):
             for block in row.blocks:
                 partial = block.start + SIZE > row.length
                 assert block.tier is Tier.HOT or not partial
+                wanted = self.group.policy.tier_of(block.start + SIZE, row.length)
+                refs = self.group.blocks.refs(block.tier, block.index)
+                assert refs > 1 or block.tier >= wanted or self.reopened
 
     @invariant()
     def every_block_has_as_many_holders_as_rows_that_list_it(self):
@@ -157,7 +168,7 @@ def test_a_full_block_ages_when_it_leaves_the_recent_tokens(recent):
         group.commit()
     assert group.rows[0].blocks[0].tier is Tier.HOT
     group.begin([1], None)
-    assert list(group.step.conversions) == [0]
+    assert [block.index for block in group.step.conversions] == [0]
     group.commit()
     assert group.rows[0].blocks[0].tier is Tier.K8V8
 
@@ -195,3 +206,30 @@ def test_require_is_exact(chunks, window):
                 break
             group.commit()
         assert fits == survived
+
+
+def test_blocks_walk_down_the_tiers_as_they_age():
+    group = new_group(ranges=ALL)
+    group.rows = [Sequence()]
+    seen = []
+    for _ in range(40):
+        group.begin([10], None)
+        group.commit()
+        if group.rows[0].blocks:
+            seen.append(group.rows[0].blocks[0].tier)
+    assert list(dict.fromkeys(seen)) == [Tier.HOT, Tier.K8V8, Tier.K8V4, Tier.K4V4]
+    assert [b.tier for b in group.rows[0].blocks] == sorted(
+        (b.tier for b in group.rows[0].blocks), reverse=True
+    )
+
+
+def test_several_tiers_convert_in_one_step():
+    group = new_group(ranges=ALL)
+    group.rows = [Sequence()]
+    for new in (200, 200):
+        group.begin([new], None)
+        pairs = [(old, cold) for old, cold, *_ in group.step.tables(_cpu()).convert]
+        group.commit()
+    assert pairs == sorted(set(pairs))
+    assert (Tier.HOT, Tier.K8V8) in pairs
+    assert any(old is not Tier.HOT for old, _ in pairs)

@@ -82,6 +82,33 @@ def test_quantized_logits_stay_close_and_blocks_really_are_8_bit():
     assert kld / ids.shape[1] < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("setting", "tiers", "bound"),
+    [
+        ({"cache_bits": {"k": 8, "v": 4}}, {"k8v4"}, 0.05),
+        ({"cache_bits": 4}, {"k4v4"}, 0.2),
+        ({"tiers": {"k8v8": 64, "k8v4": 128, "k4v4": None}}, {"k8v8", "k8v4", "k4v4"}, 0.2),
+    ],
+)
+def test_colder_tiers_hold_the_older_tokens(setting, tiers, bound):
+    model, ids = tiny_model(), random_ids(1, 500)
+    with torch.no_grad():
+        want = model(ids).logits
+    omlx_cache.patch(model, **SMALL, **setting)
+    cache = omlx_cache.PagedCache(model)
+    got = torch.cat(
+        [step(model, cache, ids[:, :-20])]
+        + [step(model, cache, ids[:, i : i + 1]) for i in range(480, 500)],
+        1,
+    )
+    used = {name for name, size in cache.report().bytes_by_tier.items() if size}
+    assert used == {"sink", "hot"} | tiers
+    kld = torch.nn.functional.kl_div(
+        got.log_softmax(-1), want.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert 0 < kld / ids.shape[1] < bound
+
+
 def test_report_counts_the_bytes_of_the_tensors():
     model = omlx_cache.patch(tiny_model(), **SMALL)
     cache = omlx_cache.PagedCache(model)

@@ -1,0 +1,1 @@
+"""What a cache decides about its blocks: which precision a block has at which age."""
