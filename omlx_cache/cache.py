@@ -320,11 +320,13 @@ class PagedCache(Cache):
 
         Args:
             tokens_to_remove: how many, as zero or a negative number (the convention of
-                transformers).
+                transformers). After `activate_past_recording`, also releases what the window has
+                left behind.
 
         Raises:
             ValueError: for a positive number, more columns than there are, or columns without
-                which the window would reach back to blocks that it has already released.
+                which the window would reach back to blocks that it has already released (call
+                `activate_past_recording` before the step that is to be undone).
 
         A block of 8 bits that is cut in the middle is re-opened in the model's dtype; its tokens
         keep their rounded values.
@@ -335,8 +337,6 @@ class PagedCache(Cache):
                 f"PagedCache.crop: tokens_to_remove must be between -{columns} and 0, got "
                 f"{tokens_to_remove}"
             )
-        if not count:
-            return
         rows = len(self.groups[0].rows)
         kept = columns - count
         removed = [count] * rows
@@ -345,6 +345,14 @@ class PagedCache(Cache):
         self._crop_rows(removed)
         self._valid = None if self._valid is None else self._valid[:, :kept]
         self._set_columns(kept)
+
+    def activate_past_recording(self) -> None:
+        """Keep what the windows leave behind until the next `crop`, so that it can go back.
+
+        Assisted decoding calls this, and `crop` after each of its steps.
+        """
+        for group in self.groups:
+            group.keep_past = True
 
     def _crop_rows(self, removed: list[int]) -> None:
         """Remove the last tokens of each row, or raise before anything is changed."""

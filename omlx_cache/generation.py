@@ -41,6 +41,8 @@ def run_generate(
     use_cache = config.use_cache if use_cache is None else use_cache
     if cache is None and use_cache is not False:
         cache = PagedCache.for_patch(state)
+        if config.is_assistant:  # drafts tokens that may be taken back
+            cache.activate_past_recording()
     if cache is not None:
         if not isinstance(cache, PagedCache):
             raise TypeError(

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class LayerGroup:
     """Rows, allocators and the step in progress of the layers that share a window.
 
+    Attributes:
+        keep_past: when set, blocks that the window has left behind stay until the next `crop`.
+
     Args:
         geometry: block arithmetic with the group's window.
         keep_sinks: whether sink tokens stay visible outside the window.
@@ -51,6 +54,7 @@ class LayerGroup:
         self.rows: list[Sequence] = []
         self.layers: list[PagedLayer] = []
         self.step: StepPlan | None = None
+        self.keep_past = False
 
     def capacity(self) -> dict[Tier, int]:
         """Return the blocks (pages) of each tier that the layers' tensors must hold."""
@@ -80,6 +84,8 @@ class LayerGroup:
                 for old, after in zip(before, lengths, strict=True)
             )
             worst = max(worst, needed)
+            if self.keep_past:
+                continue
             released = map(self.geometry.num_released, lengths)
             still_live = [max(pair) for pair in zip(first, released, strict=True)]
             needed -= sum(still_live) - sum(first)
@@ -102,6 +108,7 @@ class LayerGroup:
             pages=self.pages,
             policy=self.policy,
             blocks_per_split=self.blocks_per_split,
+            release=not self.keep_past,
         )
 
     def commit(self) -> None:
@@ -156,7 +163,8 @@ class LayerGroup:
             if self._first_live(row) > self.geometry.num_released(row.length - count):
                 raise ValueError(
                     f"crop: row {i} must keep what its window of {self.geometry.window_size} "
-                    f"tokens sees, got {count} tokens to remove after older blocks were released"
+                    f"tokens sees, got {count} tokens to remove after older blocks were released; "
+                    f"call cache.activate_past_recording() before the step that is to be undone"
                 )
         cut = [
             self._cut_block(row, row.length - count)
@@ -175,11 +183,19 @@ class LayerGroup:
         return None
 
     def crop(self, removed: SequenceType[int]) -> None:
-        """Remove each row's last tokens; a quantized block that is cut is re-opened as hot."""
+        """Remove each row's last tokens, and the blocks that its window has left behind.
+
+        A quantized block that is cut is re-opened as hot.
+        """
         for row, count in zip(self.rows, removed, strict=True):
             row.length -= count
-            self._let_go([b for b in row.blocks if b.start >= row.length], None)
-            row.blocks = [b for b in row.blocks if b.start < row.length]
+            gone = [
+                b
+                for b in row.blocks
+                if b.start >= row.length or self.geometry.is_released(b, row.length)
+            ]
+            self._let_go(gone, None)
+            row.blocks = [b for b in row.blocks if b not in gone]
             if not row.length and row.sink_page is not None:
                 self._let_go([], row.sink_page)
                 row.sink_page = None

@@ -74,6 +74,7 @@ class StepPlan:
         pages: allocator of the sink pages (space ``Tier.SINK``).
         policy: which tier a block belongs to.
         blocks_per_split: see `tables_of_rows`.
+        release: whether blocks that the window has left behind are released at the end.
 
     Raises:
         OutOfBlocksError: when the step needs more blocks than are free; nothing is changed.
@@ -90,7 +91,9 @@ class StepPlan:
         pages: BlockAllocator,
         policy: TierPolicy,
         blocks_per_split: int,
+        release: bool,
     ) -> None:
+        self._release = release
         self.geometry, self.policy, self.valid = geometry, policy, valid
         self._blocks, self._pages = blocks, pages
         self._blocks_per_split = blocks_per_split
@@ -142,7 +145,7 @@ class StepPlan:
         wanted: dict[StoredBlock, list[Tier]] = {}
         for row in self.rows:
             for block in row.blocks:
-                if not self.geometry.is_released(block, row.length):
+                if not self._leaves(block, row):
                     tier = self.policy.tier_of(block.start + self.geometry.block_size, row.length)
                     if tier > block.tier:
                         wanted.setdefault(block, []).append(tier)
@@ -154,12 +157,15 @@ class StepPlan:
                 moves[block] = StoredBlock(block.start, tier, index)
         return moves
 
+    def _leaves(self, block: StoredBlock, row: RowPlan) -> bool:
+        return self._release and self.geometry.is_released(block, row.length)
+
     def commit(self) -> None:
         """Make the step's result the state of the rows, and release what left."""
         for row in self.rows:
             kept = []
             for block in row.blocks:
-                if self.geometry.is_released(block, row.length):
+                if self._leaves(block, row):
                     self._blocks.release(block.tier, block.index)
                 elif block in self.conversions:
                     kept.append(self.conversions[block])

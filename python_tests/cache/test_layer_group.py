@@ -104,6 +104,10 @@ class GroupMachine(RuleBasedStateMachine):
         self.group.select(chosen)
         self.lengths = [self.lengths[i] for i in chosen]
 
+    @rule(keep=st.booleans())
+    def keep_past(self, keep):
+        self.group.keep_past = keep
+
     @rule(data=st.data())
     def crop(self, data):
         removed = [data.draw(st.integers(0, n)) for n in self.lengths]
@@ -157,6 +161,21 @@ def _cpu():
 
 TestGroupMachine = GroupMachine.TestCase
 TestGroupMachine.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+def test_a_step_can_be_undone_past_the_window_while_the_past_is_kept():
+    group = new_group(window=100)
+    group.rows = [Sequence()]
+    for new in (500, 90):
+        group.keep_past = new == 90
+        group.begin([new], None)
+        group.commit()
+    before = len(group.rows[0].blocks)
+    group.check_crop([90])
+    group.crop([0])  # nothing to undo: what the window left behind goes now
+    assert len(group.rows[0].blocks) < before
+    with pytest.raises(ValueError, match="activate_past_recording"):
+        group.check_crop([90])
 
 
 @pytest.mark.parametrize("recent", [0, 1, 64, 128])

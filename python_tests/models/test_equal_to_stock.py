@@ -126,14 +126,44 @@ def test_streaming_delivers_the_same_tokens():
     assert recorder.tokens == [*inputs["input_ids"][0].tolist(), *want[0].tolist(), None]
 
 
-def test_beams_share_blocks_and_choose_the_same_text():
-    model = tiny_model()
-    inputs = left_padded(random_ids(2, 100), [100, 40])
-    want = model.generate(**inputs, max_new_tokens=20, num_beams=3, do_sample=False)
+MODES = {
+    "beams": {"num_beams": 3},
+    "beams, sampled": {"num_beams": 3, "do_sample": True},
+    "several answers": {"num_return_sequences": 3, "do_sample": True},
+    "prefill in chunks": {"prefill_chunk_size": 32},
+    "rows end at different times": {"eos_token_id": [5, 7, 9, 11, 13, 50, 60, 70, 80, 90]},
+    "without a cache": {"use_cache": False},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_generation_modes_choose_the_same_text(family, mode):
+    model = tiny_model(family)
+    options = {"do_sample": False, "max_new_tokens": 25, "pad_token_id": 0} | MODES[mode]
+    inputs = left_padded(random_ids(2, 120), [120, 50])
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        texts.append(model.generate(**inputs, **options))
+        omlx_cache.patch(model, **EXACT)
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("patched_draft", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_assisted_decoding(family, patched_draft):
+    """Drafted tokens are taken back, also past the window."""
+    model, draft = tiny_model(family), tiny_model(family, seed=1, num_hidden_layers=1)
+    inputs = {"input_ids": random_ids(1, 150)}
+    modes = ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft})
+    want = [greedy(model, inputs, 25, **mode) for mode in modes]
     omlx_cache.patch(model, **EXACT)
-    assert torch.equal(
-        model.generate(**inputs, max_new_tokens=20, num_beams=3, do_sample=False), want
-    )
+    if patched_draft:
+        omlx_cache.patch(draft, **EXACT)
+    for mode, text in zip(modes, want, strict=True):
+        assert torch.equal(greedy(model, inputs, 25, **mode), text)
 
 
 def test_hidden_states_are_joined_over_the_chunks():
