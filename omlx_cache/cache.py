@@ -331,7 +331,7 @@ class PagedCache(Cache):
         A block of 8 bits that is cut in the middle is re-opened in the model's dtype; its tokens
         keep their rounded values.
         """
-        count, columns = -tokens_to_remove, self.get_seq_length()
+        count, columns = -int(tokens_to_remove), self.get_seq_length()
         if not 0 <= count <= columns:
             raise ValueError(
                 f"PagedCache.crop: tokens_to_remove must be between -{columns} and 0, got "
