@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers.generation.streamers import TextStreamer
 
+from omlx_cache.compat import cache_name
+from omlx_cache.tools.agreement import Agreement, check_own_answer, follow_reference
 from omlx_cache.tools.conversation import Conversation
+from omlx_cache.tools.yardstick import yardstick
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,18 @@ class Bytes:
 
 @dataclass
 class Turn:
-    """What was measured in one turn. Times in seconds, ``decode_*`` without the first token."""
+    """What was measured in one turn.
+
+    Attributes:
+        context_tokens: tokens of the chat when the answer begins.
+        new_tokens: those of them that the cache did not hold yet.
+        first_token_seconds: from the call of ``generate`` to the first token of the answer.
+        decode_tokens, decode_seconds: the answer's other tokens, and the time that they took.
+        cache: the cache's memory after the turn.
+        answer_ids, answer: what the model generated.
+        same: how the answer compares to the reference; in a run without one, to the same answer
+            computed by the same model in one pass. None where the cache could not be rewound.
+    """
 
     context_tokens: int
     new_tokens: int
@@ -37,15 +51,17 @@ class Turn:
     cache: Bytes
     answer_ids: list[int]
     answer: str
+    same: Agreement | None = None
 
 
 @dataclass
 class ChatRun:
-    """One chat on one cache."""
+    """One chat on one cache; ``yardstick_seconds`` as measured before and after each turn."""
 
     turns: list[Turn] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     gpu_peak_bytes: int | None = None
+    yardstick_seconds: list[float] = field(default_factory=list)
 
     def speed(self, turns: slice) -> float | None:
         """Return tokens per second over some turns, or None where no answer had a second token."""
@@ -91,7 +107,6 @@ def run_chat(
     tokenizer,
     messages: Sequence[str],
     cache,
-    cache_keyword: str,
     cache_bytes: Callable[[], Bytes],
     answer_tokens: int,
     listener: Listener,
@@ -104,15 +119,12 @@ def run_chat(
         tokenizer: its tokenizer.
         messages: the user's messages, one a turn.
         cache: an empty cache, kept over all turns.
-        cache_keyword: what ``generate`` calls it: ``cache``, or ``past_key_values`` before
-            transformers 5.24.
         cache_bytes: measures ``cache``; called between turns, outside the measured time.
         answer_tokens: the most tokens of an answer.
         listener: what the screen wants to know.
         reference: answers that enter the history instead of the model's own, so that two runs see
-            the same prompts. Where the model's own answer differs, its tokens from the first
-            difference on are cropped from the cache. If the cache can't do that, the run goes on
-            with its own answers and notes it.
+            the same prompts (see `follow_reference`). If the cache can't be rewound to take one,
+            the run goes on with its own answers and notes it.
 
     Returns:
         The measurements, turn by turn.
@@ -122,56 +134,42 @@ def run_chat(
     chat = Conversation(tokenizer, _end_ids(model))
     run = ChatRun()
     device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     for number, message in enumerate(messages):
         ids = chat.ask(message)
         held = cache.get_seq_length()
         listener.begin(number, held, len(ids) - held)
-        turn = _run_turn(
-            model, tokenizer, ids, held, {cache_keyword: cache}, answer_tokens, listener.text
-        )
-        history = turn.answer_ids
-        if reference is not None and turn.answer_ids != list(reference[number]):
-            history = list(reference[number])
-            try:
-                _drop_tail(cache, _tokens_to_drop(turn.answer_ids, history))
-            except NotImplementedError as error:
-                run.notes.append(
-                    f"from turn {number + 2} on this run continues with its own answers, because "
-                    f"its cache can't take "
-                    f"back tokens ({error}); later turns answer a different history"
-                )
-                history, reference = turn.answer_ids, None
-        chat.answer(history)
+        run.yardstick_seconds.append(yardstick())
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        turn = _run_turn(model, tokenizer, ids, cache, answer_tokens, listener.text)
+        run.yardstick_seconds.append(yardstick())
         turn.cache = cache_bytes()
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) - before
+            run.gpu_peak_bytes = max(run.gpu_peak_bytes or 0, peak)
+        history = turn.answer_ids
+        if reference is None:
+            turn.same = check_own_answer(model, cache, ids, turn.answer_ids)
+        else:
+            turn.same = follow_reference(model, cache, ids, turn.answer_ids, reference[number])
+            if turn.same is None:
+                run.notes.append(
+                    f"The cache can't take back turn {number + 1}'s answer: from there on the "
+                    f"patched run continues with its own answers, and they are not compared."
+                )
+                reference = None
+            else:
+                history = reference[number]
+        chat.answer(history)
         run.turns.append(turn)
         listener.end(turn)
-    if device.type == "cuda":
-        run.gpu_peak_bytes = torch.cuda.max_memory_allocated(device) - before
     return run
 
 
-def agreement(own: Sequence[int], reference: Sequence[int]) -> tuple[int, int]:
-    """Count the tokens that two greedy answers share before they differ, and all of them.
-
-    >>> agreement([5, 6, 7], [5, 6, 8, 9])
-    (2, 4)
-    >>> agreement([], [])
-    (0, 0)
-    """
-    shared = 0
-    for left, right in zip(own, reference, strict=False):
-        if left != right:
-            break
-        shared += 1
-    return shared, max(len(own), len(reference))
-
-
-def _run_turn(model, tokenizer, ids, held, cache, answer_tokens, write) -> Turn:
-    device = next(model.parameters()).device
-    inputs = torch.tensor([ids], device=device)
+def _run_turn(model, tokenizer, ids: list[int], cache, answer_tokens: int, write) -> Turn:
+    inputs = torch.tensor([ids], device=next(model.parameters()).device)
+    held = cache.get_seq_length()
     streamer = TimedStreamer(tokenizer, write)
     started = time.perf_counter()
     output = model.generate(
@@ -179,13 +177,10 @@ def _run_turn(model, tokenizer, ids, held, cache, answer_tokens, write) -> Turn:
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=answer_tokens,
         do_sample=False,
-        pad_token_id=tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id,
+        pad_token_id=pad_id(tokenizer),
         streamer=streamer,
-        **cache,
+        **{cache_name(type(model).forward): cache},
     )
-    answer_ids = output[0, len(ids) :].tolist()
     return Turn(
         context_tokens=len(ids),
         new_tokens=len(ids) - held,
@@ -193,24 +188,15 @@ def _run_turn(model, tokenizer, ids, held, cache, answer_tokens, write) -> Turn:
         decode_tokens=len(streamer.times) - 1,
         decode_seconds=streamer.times[-1] - streamer.times[0],
         cache=Bytes(0, 0),
-        answer_ids=answer_ids,
+        answer_ids=output[0, len(ids) :].tolist(),
         answer="".join(streamer.pieces),
     )
 
 
-def _tokens_to_drop(own: Sequence[int], history: Sequence[int]) -> int:
-    """Count the cached tokens of an answer that are not in the history (its last never was).
-
-    >>> _tokens_to_drop([5, 6, 7, 8], [5, 9, 9])
-    2
-    """
-    shared, _ = agreement(own, history)
-    return max(0, len(own) - 1 - shared)
-
-
-def _drop_tail(cache, count: int) -> None:
-    if count:
-        cache.crop(-count)
+def pad_id(tokenizer) -> int | None:
+    """Return the id that ``generate`` pads with: the tokenizer's, or that of its end of text."""
+    padding = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if padding is None else padding
 
 
 def _end_ids(model) -> set[int]:

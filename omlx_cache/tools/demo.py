@@ -151,7 +151,8 @@ def _show_error(errors: Console, error: Exception) -> None:
 
 
 def _show_report(console: Console, report: dict) -> None:
-    from omlx_cache.tools.demo_report import explain, summary_table, turn_table
+    from omlx_cache.tools.demo_report import summary_table, turn_table
+    from omlx_cache.tools.demo_words import explain
 
     console.rule("result")
     console.print(turn_table(report))

@@ -26,6 +26,7 @@ class Screen:
         self._name = name
         self._messages = messages
         self._waiting = None
+        self._in_text = False
         console.rule(name)
 
     def listener(self) -> Listener:
@@ -47,10 +48,14 @@ class Screen:
         if not piece:
             return
         self._stop_waiting()
+        self._in_text = True
         self._console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
 
     def _end(self, turn: Turn) -> None:
         self._stop_waiting()
+        if self._in_text:
+            self._console.print()
+        self._in_text = False
         speed = (
             f", {turn.decode_tokens / turn.decode_seconds:.1f} tokens/s"
             if turn.decode_tokens

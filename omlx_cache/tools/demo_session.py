@@ -8,17 +8,16 @@ same.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache
 
 import omlx_cache
-from omlx_cache.tools.chat_run import Bytes, ChatRun, run_chat
+from omlx_cache.tools.chat_run import Bytes, ChatRun, pad_id, run_chat
 from omlx_cache.tools.conversation import Conversation, long_messages
 from omlx_cache.tools.demo_report import summarize
 from omlx_cache.tools.demo_screen import Screen
@@ -83,7 +82,6 @@ def run_demo(settings: Settings, console: Console) -> dict:
             tokenizer,
             messages,
             cache,
-            cache_keyword(),
             cache_bytes,
             settings.answer_tokens,
             Screen(console, name, messages).listener(),
@@ -120,12 +118,6 @@ class StockBytes:
         return Bytes(now, self._peak)
 
 
-def cache_keyword() -> str:
-    """Return the cache's name in this transformers: ``past_key_values`` before 5.24."""
-    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
-
-
 def _paged_bytes(cache) -> Bytes:
     report = omlx_cache.report(cache)
     return Bytes(report.total_bytes, report.peak_bytes)
@@ -145,13 +137,13 @@ def _load(settings: Settings, console: Console):
     console.print(
         f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, on "
         f"{next(model.parameters()).device}, "
-        f"{torch.get_num_threads()} threads, {omlx_cache_settings(settings)}",
+        f"{torch.get_num_threads()} threads, {_configuration(settings)}",
         highlight=False,
     )
     return model, tokenizer
 
 
-def omlx_cache_settings(settings: Settings) -> str:
+def _configuration(settings: Settings) -> str:
     """Name the configuration of the patched run in a few words."""
     parts = [f"configuration {settings.config}" if settings.config else "default configuration"]
     parts += [f"{key}={value}" for key, value in settings.overrides().items()]
@@ -182,7 +174,5 @@ def _warm_up(model, tokenizer) -> None:
         attention_mask=torch.ones_like(ids),
         max_new_tokens=WARM_UP_TOKENS,
         do_sample=False,
-        pad_token_id=tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id,
+        pad_token_id=pad_id(tokenizer),
     )
