@@ -9,16 +9,29 @@ Without ``--model`` it takes SmolLM2-135M-Instruct from its PyPI package and qua
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.console import Console
 
+import omlx_cache
+from omlx_cache.tools.demo_report import summary_table, turn_table
+from omlx_cache.tools.demo_session import NotServedError, Settings, WrongSettingError, run_demo
+from omlx_cache.tools.demo_words import explain
+from omlx_cache.tools.loading import ModelLoadError, hushed
 from omlx_cache.tools.prepared import PreparationError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_PREPARATION, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_CODES = {
+    omlx_cache.OutOfBlocksError: 1,
+    torch.OutOfMemoryError: 1,
+    WrongSettingError: 2,
+    ModelLoadError: 3,
+    NotServedError: 3,
+    PreparationError: 4,
+}
+EXIT_INTERRUPTED = 130
 
 EPILOG = """Examples
 
@@ -26,11 +39,10 @@ EPILOG = """Examples
 
   python -m omlx_cache.tools.demo --window 1024 --turns 10
 
-  python -m omlx_cache.tools.demo --model ./my-llama-gptq --config configs/chat.yaml --json
-  demo.json
+  python -m omlx_cache.tools.demo --model ./llama-gptq --config chat.yaml --json out.json
 
-Exit codes: 0 done, 1 a run failed, 2 wrong options or configuration, 3 the model can't be loaded or
-served, 4 the default model can't be prepared, 130 interrupted.
+Exit codes: 0 done, 1 out of memory or blocks, 2 wrong options or configuration, 3 the
+model can't be loaded or served, 4 the default model can't be prepared, 130 interrupted.
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -75,73 +87,31 @@ def demo(
     console, errors = Console(), Console(stderr=True)
     if json_out is not None and not json_out.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {json_out.parent}", param_hint="--json")
+    settings = Settings(
+        model=model,
+        config=config,
+        window=window,
+        turns=turns,
+        message_tokens=message_tokens,
+        answer_tokens=answer_tokens,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+    )
     try:
-        report = _run(
-            console,
-            model,
-            config,
-            window,
-            turns,
-            message_tokens,
-            answer_tokens,
-            device,
-            dtype,
-            threads,
-        )
+        with hushed():
+            report = run_demo(settings, console)
     except KeyboardInterrupt:
         errors.print("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except Exception as error:
-        code = _exit_code(error)
-        if code is None:
-            raise
+    except tuple(EXIT_CODES) as error:
         _show_error(errors, error)
+        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
         raise typer.Exit(code) from None
     _show_report(console, report)
     if json_out is not None:
         json_out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         console.print(f"numbers written to {json_out}", highlight=False)
-
-
-def _run(
-    console: Console,
-    model,
-    config,
-    window,
-    turns,
-    message_tokens,
-    answer_tokens,
-    device,
-    dtype,
-    threads,
-) -> dict:
-    with console.status("starting"):
-        from transformers.utils import logging as transformers_logging
-
-        from omlx_cache.tools.demo_session import Settings, run_demo
-
-        transformers_logging.set_verbosity_error()
-        logging.captureWarnings(True)
-    settings = Settings(
-        model, config, window, turns, message_tokens, answer_tokens, device, dtype, threads
-    )
-    return run_demo(settings, console)
-
-
-def _exit_code(error: Exception) -> int | None:
-    """Return the exit code of an error that is the user's to mend; None for a fault of ours."""
-    import omlx_cache
-    from omlx_cache.tools.loading import ModelLoadError
-
-    if isinstance(error, PreparationError):
-        return EXIT_PREPARATION
-    if isinstance(error, ModelLoadError | NotImplementedError):
-        return EXIT_MODEL
-    if isinstance(error, omlx_cache.OutOfBlocksError):
-        return EXIT_FAILED
-    if isinstance(error, ValueError):
-        return EXIT_USAGE
-    return None
 
 
 def _show_error(errors: Console, error: Exception) -> None:
@@ -151,9 +121,6 @@ def _show_error(errors: Console, error: Exception) -> None:
 
 
 def _show_report(console: Console, report: dict) -> None:
-    from omlx_cache.tools.demo_report import summary_table, turn_table
-    from omlx_cache.tools.demo_words import explain
-
     console.rule("result")
     console.print(turn_table(report))
     console.print(summary_table(report))

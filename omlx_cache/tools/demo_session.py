@@ -8,7 +8,8 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from omlx_cache.tools.chat_run import Bytes, ChatRun, pad_id, run_chat
 from omlx_cache.tools.conversation import Conversation, long_messages
 from omlx_cache.tools.demo_report import summarize
 from omlx_cache.tools.demo_screen import Screen
-from omlx_cache.tools.loading import load_model, load_tokenizer
+from omlx_cache.tools.loading import checked_device, load_model, load_tokenizer
 from omlx_cache.tools.progress import ConsoleProgress
 from omlx_cache.tools.smollm2 import smollm2_gptq_checkpoint
 
@@ -51,28 +52,39 @@ class Settings:
         return asdict(self) | {"config": None if self.config is None else str(self.config)}
 
 
+class WrongSettingError(ValueError):
+    """A setting or the configuration file is wrong; the message says which and the remedy."""
+
+
+class NotServedError(RuntimeError):
+    """The model can't be patched; the message says why."""
+
+
 def run_demo(settings: Settings, console: Console) -> dict:
-    """Run the whole demo and return its report (see ``summarize``).
+    """Run the whole demo and return its report (see `summarize`).
 
     Raises:
         PreparationError: the default model could not be made.
         ModelLoadError: the model could not be loaded.
-        NotImplementedError: ``patch`` can't serve this model or configuration.
-        ValueError: the configuration is wrong, or there is not enough text for the messages.
+        NotServedError: ``patch`` can't serve this model or configuration.
+        WrongSettingError: the configuration is wrong, or there is not enough text.
+        OutOfBlocksError: the configuration's pool is too small for the chat.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    if settings.config is not None:
-        omlx_cache.CacheConfig.from_yaml(settings.config)
-    model, tokenizer = _load(settings, console)
-    messages = long_messages(tokenizer, settings.turns, settings.message_tokens)
-    _notes_before(model, tokenizer, settings, console)
+    with _setting_errors():
+        omlx_cache.CacheConfig.resolve(settings.config, **settings.overrides())
+        device = checked_device(settings.device)
+    model, tokenizer = _load(settings, device, console)
 
     def patched():
         return omlx_cache.patched(model, settings.config, **settings.overrides())
 
-    with patched():
-        pass  # what can't be patched is refused now, not after the stock run
+    with _setting_errors():
+        messages = long_messages(tokenizer, settings.turns, settings.message_tokens)
+        with patched():
+            pass  # what can't be patched is refused now, not after the stock run
+    _notes_before(model, tokenizer, settings, console)
 
     def hold(name: str, cache, cache_bytes: Callable[[], Bytes], reference=None) -> ChatRun:
         with console.status("warming up"):
@@ -118,12 +130,23 @@ class StockBytes:
         return Bytes(now, self._peak)
 
 
+@contextlib.contextmanager
+def _setting_errors() -> Iterator[None]:
+    """Tell the user's errors from faults of ours: only inside of this are they the user's."""
+    try:
+        yield
+    except ValueError as error:
+        raise WrongSettingError(str(error)) from error
+    except NotImplementedError as error:
+        raise NotServedError(str(error)) from error
+
+
 def _paged_bytes(cache) -> Bytes:
     report = omlx_cache.report(cache)
     return Bytes(report.total_bytes, report.peak_bytes)
 
 
-def _load(settings: Settings, console: Console):
+def _load(settings: Settings, device: str, console: Console):
     path = settings.model
     if path is None:
         with ConsoleProgress(console) as progress:
@@ -132,7 +155,7 @@ def _load(settings: Settings, console: Console):
         f"loading {Path(path).name if settings.model is None else path} ...", highlight=False
     )
     with console.status("loading"):
-        model = load_model(path, dtype=settings.dtype, device=settings.device)
+        model = load_model(path, dtype=settings.dtype, device=device)
         tokenizer = load_tokenizer(path)
     console.print(
         f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, on "

@@ -35,7 +35,7 @@ def explain(report: dict) -> list[str]:
 def _memory(stock: dict, patched: dict, tokens: int) -> str:
     share = patched["cache_end_bytes"] / stock["cache_end_bytes"]
     peak = patched["cache_peak_bytes"] / stock["cache_peak_bytes"]
-    saved = "" if share < 1 else " Here it saves nothing: the chat is too short for its blocks."
+    saved = "" if share < 1 else " Here it saves nothing."
     return (
         f"Memory: with {tokens:,} tokens the patched cache takes {share:.0%} of the stock cache's "
         f"bytes at the end, {peak:.0%} at the peak.{saved}"

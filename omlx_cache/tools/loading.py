@@ -30,6 +30,7 @@ def load_model(path: str | Path, dtype=None, device=None):
         The model in evaluation mode on ``device``.
 
     Raises:
+        ValueError: there is no such device.
         ModelLoadError: there is no such model, it can't be loaded, or a GPTQ model lacks its
             libraries.
 
@@ -37,7 +38,7 @@ def load_model(path: str | Path, dtype=None, device=None):
     """
     path = _checked(path)
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", gptqmodel_cpu_workers())
-    device = str(device or default_device())
+    device = checked_device(device)
     with quiet(), _load_errors(path):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,11 +64,31 @@ def load_tokenizer(path: str | Path):
         return AutoTokenizer.from_pretrained(path)
 
 
-def default_device() -> str:
-    """Return ``"cuda"`` where PyTorch has a GPU, else ``"cpu"``."""
+def checked_device(name=None) -> str:
+    """Return the name of a device that can be used; for None the GPU if there is one, else the CPU.
+
+    Args:
+        name: a ``torch.device``, its name, or None.
+
+    Raises:
+        ValueError: there is no such device.
+
+    Example:
+        >>> checked_device("cpu")
+        'cpu'
+    """
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device must be one that PyTorch has here, got {str(name)!r} ({reason}); try 'cpu'"
+        ) from error
+    return str(name)
 
 
 def gptqmodel_cpu_workers() -> str:
@@ -82,38 +103,44 @@ def gptqmodel_cpu_workers() -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hold back what libraries print while they load; show it with the error if there is one.
-
-    transformers' progress bars, gptqmodel's banner and log, and warnings about optional extensions
-    are held back. An exception passes through, with the last of the held-back lines as its note.
-    """
+def hushed() -> Iterator[None]:
+    """Leave out the libraries' progress bars and warnings, but not their errors."""
     from transformers.utils import logging as transformers_logging
 
-    held = io.StringIO()
     had_bars = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     levels = {name: logging.getLogger(name).level for name in NOISY_LOGGERS}
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with (
-            contextlib.redirect_stdout(held),
-            contextlib.redirect_stderr(held),
-            warnings.catch_warnings(),
-        ):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back also what libraries print (gptqmodel's banner and log), unless there is an error.
+
+    An exception passes through, with the last of the held-back lines as its note.
+    """
+    held = io.StringIO()
+    try:
+        with hushed(), contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
             yield
     except BaseException as error:
         lines = [line.rstrip() for line in held.getvalue().splitlines() if line.strip()]
         if lines:
             error.add_note("printed before the error:\n" + "\n".join(lines[-10:]))
         raise
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        if had_bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _checked(path: str | Path) -> str:
