@@ -1,0 +1,88 @@
+"""Find, load and configure the compiled library; say once what is missing without it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from functools import lru_cache
+
+from omlx_kernels.native.build import candidates, source_hash
+
+ISA_VARIABLE = "OMLX_NATIVE_ISA"
+"""Environment variable that forces an instruction set: avx512, avx2 or portable."""
+
+_FUNCTIONS = ("omlx_append_kv", "omlx_convert_blocks", "omlx_paged_attention", "omlx_gather")
+
+
+class NotBuiltError(RuntimeError):
+    """No library that fits these sources was found."""
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """Load the library, once.
+
+    Raises:
+        NotBuiltError: when there is none, or only one built from other sources.
+        ValueError: when ``OMLX_NATIVE_ISA`` names something else than an instruction set that the
+            library has and this processor runs.
+    """
+    wanted = source_hash()
+    reasons = []
+    for path in candidates():
+        if not path.exists():
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            reasons.append(f"{path}: {error}")
+            continue
+        library.omlx_source_hash.restype = ctypes.c_char_p
+        if library.omlx_source_hash().decode() == wanted:
+            return _configure(library)
+        reasons.append(f"{path} was built from other sources")
+    raise NotBuiltError("; ".join(reasons) or "the library was not built")
+
+
+def _configure(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name in _FUNCTIONS:
+        getattr(library, name).argtypes = [ctypes.c_char_p]
+    library.omlx_error.restype = library.omlx_isa.restype = ctypes.c_char_p
+    library.omlx_choose_isa.argtypes = [ctypes.c_char_p]
+    if library.omlx_choose_isa(os.environ.get(ISA_VARIABLE, "").encode()):
+        raise ValueError(library.omlx_error().decode())
+    return library
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Return whether the library loads; the first failure says what is slower and what to do."""
+    try:
+        load()
+    except NotBuiltError as error:
+        warnings.warn(
+            f"omlx_kernels: the native CPU kernels are not available ({error}). Attention on the "
+            f"CPU falls back to plain torch, several times slower at long contexts. To build them "
+            f"(seconds; needs g++ or clang++): python -m omlx_kernels.native.build",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def isa() -> str:
+    """Return the instruction set in use: ``"avx512"``, ``"avx2"`` or ``"portable"``."""
+    return load().omlx_isa().decode()
+
+
+def call(function: str, arguments: bytes) -> None:
+    """Call a function of the C ABI with its packed arguments.
+
+    Raises:
+        ValueError: when it refuses them; nothing was written.
+    """
+    library = load()
+    if getattr(library, function)(arguments):
+        raise ValueError(library.omlx_error().decode())
