@@ -26,24 +26,44 @@ namespace {
 using namespace omlx;
 
 struct Scratch {
-    float *q, *folded, *scores, *steps;
-    void* codes;
+    float *q, *folded, *scores, *steps, *k_steps, *biases;
+    char* query_codes;
     WeightCodes* weights;
     int64_t stride;  // floats of a padded row
 
     static int64_t floats(int64_t head_dim) {
         const int64_t stride = round_up(head_dim, 64);
-        return MAX_ROWS * (stride + TILE + 1 + sizeof(WeightCodes) / 4) + 2 * stride;
+        return MAX_ROWS * (stride + stride / 2 + TILE + sizeof(WeightCodes) / 4 + 3) + stride;
     }
     Scratch(float* memory, int64_t head_dim) : stride(round_up(head_dim, 64)) {
         q = memory;
         folded = q + MAX_ROWS * stride;
-        codes = folded + stride;
-        scores = folded + 2 * stride;
-        weights = reinterpret_cast<WeightCodes*>(scores + MAX_ROWS * TILE);
+        scores = folded + stride;
+        query_codes = reinterpret_cast<char*>(scores + MAX_ROWS * TILE);
+        weights = reinterpret_cast<WeightCodes*>(query_codes + MAX_ROWS * stride * 2);
         steps = reinterpret_cast<float*>(weights + MAX_ROWS);
+        k_steps = steps + MAX_ROWS;
+        biases = k_steps + MAX_ROWS;
+    }
+    QueryCodes codes(int64_t row) const {
+        return {query_codes + row * stride * 2, static_cast<int>(stride)};
     }
 };
+
+struct K8V8Tile {
+    const uint8_t* k;
+    const uint16_t *k_scale, *k_zero;
+    const int8_t* v;
+    const uint16_t* v_scale;
+};
+
+// Tokens t .. t+63 of one head of a block.
+inline K8V8Tile k8v8_tile_at(const Blocks& b, int64_t block, int64_t head, int64_t t) {
+    const int64_t row = block * b.kv_heads + head, token = row * b.block_size + t;
+    const int64_t group = row * (b.block_size / QUANT_GROUP) + t / QUANT_GROUP;
+    return {b.k8 + token * b.head_dim, b.k8_scale + group * b.head_dim,
+            b.k8_zero + group * b.head_dim, b.v8 + token * b.head_dim, b.v8_scale + token};
+}
 
 // Tokens [first, last) of a tile that a row sees.
 struct Span {
@@ -95,15 +115,15 @@ inline void softmax(float* scores, Span span, int64_t row, int64_t stride, Parti
 }
 
 // Fold the key scales into one query row: integer codes, step and bias (see above).
-inline void fold_query(const float* q, const uint16_t* scale, const uint16_t* zero, int dim,
-                       const Scratch& s, float* step, float* bias) {
-    const f16* scales = reinterpret_cast<const f16*>(scale);
-    const f16* zeros = reinterpret_cast<const f16*>(zero);
-    vf top = splat(0.0f), offset = splat(0.0f);
+inline void fold_query(const K8V8Tile& tile, int dim, int64_t row, const Scratch& s) {
+    const f16* scales = reinterpret_cast<const f16*>(tile.k_scale);
+    const f16* zeros = reinterpret_cast<const f16*>(tile.k_zero);
+    const float* q = s.q + row * s.stride;
+    vf top = splat(0.0f), bias = splat(0.0f);
     for (int c = 0; c < dim; c += W) {
         const vf query = load(q + c);
         const vf x = query * load_row(scales, c, dim);
-        offset = fma(query, load_row(zeros, c, dim), offset);
+        bias = fma(query, load_row(zeros, c, dim), bias);
         top = vmax(top, vabs(x));
         store(s.folded + c, x);
     }
@@ -112,16 +132,16 @@ inline void fold_query(const float* q, const uint16_t* scale, const uint16_t* ze
     const float limit = static_cast<float>(fits < 16256 ? fits : 16256);
     const float amax = reduce_max(top);
     const float inverse = amax > 0.0f ? limit / amax : 0.0f;
-    *step = amax > 0.0f ? amax / limit : 0.0f;
-    QueryCodes codes(s.codes, static_cast<int>(s.stride));
-    vf rest = splat(0.0f);
+    const float step = amax > 0.0f ? amax / limit : 0.0f;
+    QueryCodes codes = s.codes(row);
     for (int c = 0; c < s.stride; c += W) {
         const vf x = c < dim ? load(s.folded + c) : splat(0.0f);
         const vi n = to_int(x * splat(inverse));
         codes.set(c, n);
-        rest = rest + (x - to_vf(n) * splat(*step));
+        bias = fma(x - to_vf(n) * splat(step), splat(127.5f), bias);
     }
-    *bias = reduce_add(offset) + 127.5f * reduce_add(rest);
+    s.k_steps[row] = step;
+    s.biases[row] = reduce_add(bias);
 }
 
 // Quantize the tile's weights p_t s_t of one row; returns step.
@@ -156,15 +176,15 @@ inline void float_tile(const T* k, const T* v, int dim, Span seen, const Span* s
     });
 }
 
-struct K8V8Tile {
-    const uint8_t* k;
-    const uint16_t *k_scale, *k_zero;
-    const int8_t* v;
-    const uint16_t* v_scale;
-};
-
-inline void k8v8_tile(const K8V8Tile& tile, int dim, Span seen, const Span* spans,
-                      int64_t num_rows, const Scratch& s, Partial out) {
+// `next` is the tile that follows, or null: it is fetched while this one is computed. Its scales
+// come first, because nothing can start without them and no hardware prefetcher expects them.
+inline void k8v8_tile(const K8V8Tile& tile, const K8V8Tile* next, int dim, Span seen,
+                      const Span* spans, int64_t num_rows, const Scratch& s, Partial out) {
+    if (next) {
+        prefetch(next->k_scale, 0, 2 * dim);
+        prefetch(next->k_zero, 0, 2 * dim);
+        prefetch(next->v_scale, 0, 2 * TILE);
+    }
     float scales[TILE] = {};  // zero where nobody looks: the stored scale may be NaN there
     for (int t = 0; t < TILE; t += W) {
         if (t + W <= seen.first || t >= seen.last) continue;
@@ -172,22 +192,23 @@ inline void k8v8_tile(const K8V8Tile& tile, int dim, Span seen, const Span* span
     }
     for (int t = 0; t < seen.first; ++t) scales[t] = 0.0f;
     for (int t = seen.last; t < TILE; ++t) scales[t] = 0.0f;
+    // Row by row in each phase: consecutive rows do not wait for each other's results.
+    for (int64_t r = 0; r < num_rows; ++r)
+        if (!spans[r].empty()) fold_query(tile, dim, r, s);
+    for (int64_t r = 0; r < num_rows; ++r)
+        if (!spans[r].empty())
+            k8_scores(tile.k, dim, s.codes(r), s.k_steps[r], s.biases[r], s.scores + r * TILE,
+                      r ? nullptr : tile.v);
     for (int64_t r = 0; r < num_rows; ++r) {
         float* scores = s.scores + r * TILE;
-        if (spans[r].empty()) {
-            std::memset(scores, 0, TILE * sizeof(float));
-        } else {
-            float step, bias;
-            fold_query(s.q + r * s.stride, tile.k_scale, tile.k_zero, dim, s, &step, &bias);
-            QueryCodes codes(s.codes, static_cast<int>(s.stride));
-            k8_scores(tile.k, dim, codes, step, bias, scores);
-            softmax(scores, spans[r], r, s.stride, out);
-        }
+        if (!spans[r].empty()) softmax(scores, spans[r], r, s.stride, out);
+        else std::memset(scores, 0, TILE * sizeof(float));
         s.steps[r] = fold_weights(scores, scales, s.weights[r]);
     }
     auto values = [&](int64_t r, auto n) {
         v8_values<decltype(n)::value>(tile.v, dim, seen.first, seen.last, s.weights + r,
-                                      s.steps + r, out.acc + r * s.stride, s.stride);
+                                      s.steps + r, out.acc + r * s.stride, s.stride,
+                                      r || !next ? nullptr : next->k);
     };
     int64_t r = 0;
     for (; r + 2 <= num_rows; r += 2) values(r, Count<2>{});
@@ -208,8 +229,6 @@ inline void attend_typed(const AttentionArgs& a, const Rows& rows, const Piece* 
     Span spans[MAX_ROWS];
     for (const Piece* piece = pieces; piece < pieces + num_pieces; ++piece) {
         const bool windowed = a.window && !(piece->tier == SINK && a.keep_sinks);
-        const int64_t size = piece->tier == SINK ? b.sink_tokens : b.block_size;
-        const int64_t head = piece->id * b.kv_heads + rows.kv_head;  // of the tier's tensors
         for (int64_t t = 0; t < piece->count; t += TILE) {
             const int64_t left = piece->count - t;
             const int count = static_cast<int>(left < TILE ? left : TILE);
@@ -226,13 +245,18 @@ inline void attend_typed(const AttentionArgs& a, const Rows& rows, const Piece* 
                 if (spans[r].last > seen.last) seen.last = spans[r].last;
             }
             if (seen.empty()) continue;
-            const int64_t token = head * size + t;
             if (piece->tier == K8V8) {
-                const int64_t scale = (head * (size / QUANT_GROUP) + t / QUANT_GROUP) * dim;
-                const K8V8Tile tile{b.k8 + token * dim, b.k8_scale + scale, b.k8_zero + scale,
-                                    b.v8 + token * dim, b.v8_scale + token};
-                k8v8_tile(tile, dim, seen, spans, rows.count, s, out);
+                const Piece* after = t + TILE < piece->count ? piece : piece + 1;
+                const bool more = after < pieces + num_pieces && after->tier == K8V8;
+                const K8V8Tile tile = k8v8_tile_at(b, piece->id, rows.kv_head, t);
+                K8V8Tile next;
+                if (more)
+                    next = k8v8_tile_at(b, after->id, rows.kv_head, after == piece ? t + TILE : 0);
+                k8v8_tile(tile, more ? &next : nullptr, dim, seen, spans, rows.count, s, out);
             } else {
+                const int64_t token =
+                    (piece->id * b.kv_heads + rows.kv_head) *
+                        (piece->tier == SINK ? b.sink_tokens : b.block_size) + t;
                 const char* k = piece->tier == SINK ? b.sink_k : b.hot_k;
                 const char* v = piece->tier == SINK ? b.sink_v : b.hot_v;
                 float_tile(reinterpret_cast<const T*>(k) + token * dim,

@@ -38,7 +38,7 @@ inline __m512i sums_of_4(__m512i a, __m512i b, __m512i c, __m512i d) {
 // CHUNKS = ceil(dim / 64) when the query's codes fit into registers, else 0.
 template <int CHUNKS>
 inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                         float* scores) {
+                         float* scores, const void* next) {
     const int chunks = CHUNKS ? CHUNKS : (dim + 63) / 64;
     const __mmask64 tail = first_bytes(dim - (chunks - 1) * 64);
     __m512i high[CHUNKS ? CHUNKS : 1], low[CHUNKS ? CHUNKS : 1];
@@ -49,6 +49,7 @@ inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, fl
     for (int t = 0; t < 64; t += 16) {
         __m512i quad[4];  // quad[i]: in each 128-bit lane, parts of the sums of tokens 4i .. 4i+3
         for (int i = 0; i < 4; ++i) {
+            prefetch(next, (t + 4 * i) * dim, 4 * dim);
             __m512i sum[4];
             for (int j = 0; j < 4; ++j) {
                 const uint8_t* row = k + int64_t(t + 4 * i + j) * dim;
@@ -76,13 +77,14 @@ inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, fl
     }
 }
 
+// `next`: what the caller reads after this tile, 64 rows too.
 inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores) {
+                      float* scores, const void* next) {
     switch ((dim + 63) / 64) {
-        case 1: return k8_scores_of<1>(k, dim, q, step, bias, scores);
-        case 2: return k8_scores_of<2>(k, dim, q, step, bias, scores);
-        case 4: return k8_scores_of<4>(k, dim, q, step, bias, scores);
-        default: return k8_scores_of<0>(k, dim, q, step, bias, scores);
+        case 1: return k8_scores_of<1>(k, dim, q, step, bias, scores, next);
+        case 2: return k8_scores_of<2>(k, dim, q, step, bias, scores, next);
+        case 4: return k8_scores_of<4>(k, dim, q, step, bias, scores, next);
+        default: return k8_scores_of<0>(k, dim, q, step, bias, scores, next);
     }
 }
 
@@ -90,7 +92,7 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
 // byte, so that each int32 of a dot holds 4 tokens of one channel.
 template <int ROWS>
 inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride) {
+                      const float* step, float* acc, int64_t acc_stride, const void* next) {
     for (int c = 0; c < dim; c += 64) {
         const __mmask64 mask = first_bytes(dim - c);
         __m512i high[ROWS][4], low[ROWS][4];
@@ -98,6 +100,7 @@ inline void v8_values(const int8_t* v, int dim, int first, int last, const Weigh
             for (int i = 0; i < 4; ++i) high[r][i] = low[r][i] = _mm512_setzero_si512();
         for (int t = first & ~3; t < last; t += 4) {
             const int8_t* row = v + int64_t(t) * dim + c;
+            prefetch(next, c * 64 + t * 64, 256);
             const __m512i v0 = _mm512_maskz_loadu_epi8(mask, row);
             const __m512i v1 = _mm512_maskz_loadu_epi8(mask, row + dim);
             const __m512i v2 = _mm512_maskz_loadu_epi8(mask, row + 2 * dim);

@@ -20,7 +20,7 @@ struct WeightCodes {  // 0 <= code <= 32767
 };
 
 inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores) {
+                      float* scores, const void* next) {
     for (int t = 0; t < 64; ++t) {
         const uint8_t* row = k + int64_t(t) * dim;
         int32_t sum = 0;
@@ -32,7 +32,7 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
 // acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]
 template <int ROWS>
 inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride) {
+                      const float* step, float* acc, int64_t acc_stride, const void* next) {
     constexpr int CHUNK = 32;
     for (int c = 0; c < dim; c += CHUNK) {
         const int n = dim - c < CHUNK ? dim - c : CHUNK;

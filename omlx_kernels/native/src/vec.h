@@ -242,6 +242,13 @@ inline void reduce_add4(vf a, vf b, vf c, vf d, float* out) {
 
 #endif
 
+// Fetch bytes [offset, offset + bytes) of something that is needed soon; null stands for nothing.
+inline void prefetch(const void* base, int offset, int bytes) {
+    if (!base) return;
+    const char* p = static_cast<const char*>(base) + offset;
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+}
+
 // The first n < W elements, zeros after them.
 template <class T>
 inline vf load_some(const T* p, int n) {
