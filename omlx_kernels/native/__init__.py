@@ -12,6 +12,7 @@ blocks into floats range by range and lets torch attend.
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 
 import torch
 
@@ -84,7 +85,7 @@ def paged_attention(
         q = q.contiguous()
     num_tokens, num_heads, _ = q.shape
     table = meta.block_table
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     arguments = _ATTENTION.pack(
         *block_fields(blocks), table.data_ptr(), meta.block_starts.data_ptr(),
         meta.tier_starts.data_ptr(), meta.sink_pages.data_ptr(), meta.seq_lens.data_ptr(),
@@ -95,7 +96,7 @@ def paged_attention(
     library.call("omlx_paged_attention", arguments)
     if num_tokens > MAX_NATIVE_QUERIES:
         bounds = meta.query_start_loc.tolist()
-        for seq, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for seq, (first, last) in enumerate(pairwise(bounds)):
             if last - first > MAX_NATIVE_QUERIES:
                 out[first:last] = extend.attend(
                     q[first:last], blocks, meta, seq,

@@ -116,7 +116,7 @@ def _run(command: list[str]) -> None:
 
 
 def setup_arguments() -> dict:
-    """Return ``setup()``'s ``ext_modules`` and ``cmdclass``: an extension that may fail to build."""
+    """Return the ``ext_modules`` and ``cmdclass`` of ``setup()``: an optional extension."""
     from setuptools import Extension
     from setuptools.command.build_ext import build_ext
     from setuptools.errors import CompileError

@@ -50,9 +50,13 @@ def _configure(library: ctypes.CDLL) -> ctypes.CDLL:
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.omlx_error.restype = library.omlx_isa.restype = ctypes.c_char_p
     library.omlx_choose_isa.argtypes = [ctypes.c_char_p]
-    if library.omlx_choose_isa(os.environ.get(ISA_VARIABLE, "").encode()):
-        raise ValueError(library.omlx_error().decode())
+    _choose(library, os.environ.get(ISA_VARIABLE, ""))
     return library
+
+
+def _choose(library: ctypes.CDLL, name: str) -> None:
+    if library.omlx_choose_isa(name.encode()):
+        raise ValueError(library.omlx_error().decode())
 
 
 @lru_cache(maxsize=1)
@@ -75,6 +79,15 @@ def available() -> bool:
 def isa() -> str:
     """Return the instruction set in use: ``"avx512"``, ``"avx2"`` or ``"portable"``."""
     return load().omlx_isa().decode()
+
+
+def choose_isa(name: str = "") -> None:
+    """Switch the process to an instruction set; the default is the best one.
+
+    Raises:
+        ValueError: when the library lacks it or this processor can't run it.
+    """
+    _choose(load(), name)
 
 
 def call(function: str, arguments: bytes) -> None:
