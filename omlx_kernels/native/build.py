@@ -1,7 +1,7 @@
 """Compile the native kernels into one shared library with g++ or clang++; no torch needed.
 
 ``python -m omlx_kernels.native.build`` builds next to the package, or into the user's cache
-directory where the package is read-only. ``setup.py`` uses `setup_arguments`, loaded by path so
+directory where the package is read-only; arguments are added to the compiler's. ``setup.py`` uses `setup_arguments`, loaded by path so
 that an isolated build needs no torch::
 
     native = runpy.run_path("omlx_kernels/native/build.py")
@@ -22,6 +22,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = "libomlx_native.so"
+PATH_VARIABLE = "OMLX_NATIVE_LIBRARY"
+"""Environment variable that names the library to build and to load, e.g. one with sanitizers."""
 
 # No fast-math and no contraction: infinities are meant, and codes must equal the quantizers'.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]
@@ -56,6 +58,8 @@ def cache_directory() -> Path:
 
 def candidates() -> list[Path]:
     """Return the files that may be the library, the preferred one first."""
+    if forced := os.environ.get(PATH_VARIABLE):
+        return [Path(forced)]
     here = Path(__file__).parent
     return [here / LIBRARY, *sorted(here.glob("_native*.so")), cache_directory() / LIBRARY]
 
@@ -136,7 +140,8 @@ def setup_arguments() -> dict:
 def main() -> int:
     """Build for this machine and say where the library went."""
     here = Path(__file__).parent
-    target = (here if os.access(here, os.W_OK) else cache_directory()) / LIBRARY
+    directory = here if os.access(here, os.W_OK) else cache_directory()
+    target = Path(os.environ.get(PATH_VARIABLE) or directory / LIBRARY)
     try:
         print(f"built {compile_library(target, sys.argv[1:])}")
     except BuildError as error:

@@ -7,8 +7,6 @@ import os
 import warnings
 from functools import lru_cache
 
-from omlx_kernels.native.build import candidates, source_hash
-
 ISA_VARIABLE = "OMLX_NATIVE_ISA"
 """Environment variable that forces an instruction set: avx512, avx2 or portable."""
 
@@ -28,9 +26,12 @@ def load() -> ctypes.CDLL:
         ValueError: when ``OMLX_NATIVE_ISA`` names something else than an instruction set that the
             library has and this processor runs.
     """
-    wanted = source_hash()
+    # Not above: `python -m omlx_kernels.native.build` would find itself imported already.
+    from omlx_kernels.native import build
+
+    wanted = build.source_hash()
     reasons = []
-    for path in candidates():
+    for path in build.candidates():
         if not path.exists():
             continue
         try:
