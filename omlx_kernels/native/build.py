@@ -1,8 +1,8 @@
 """Compile the native kernels into one shared library with g++ or clang++; no torch needed.
 
 ``python -m omlx_kernels.native.build`` builds next to the package, or into the user's cache
-directory where the package is read-only; arguments are added to the compiler's. ``setup.py`` uses `setup_arguments`, loaded by path so
-that an isolated build needs no torch::
+directory where the package is read-only; arguments are added to the compiler's. ``setup.py`` uses
+`setup_arguments`, loaded by path so that an isolated build needs no torch::
 
     native = runpy.run_path("omlx_kernels/native/build.py")
     setup(..., **native["setup_arguments"]())
@@ -27,7 +27,10 @@ PATH_VARIABLE = "OMLX_NATIVE_LIBRARY"
 
 # No fast-math and no contraction: infinities are meant, and codes must equal the quantizers'.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]
-SHARED = ["append_kv.cpp", "convert_blocks.cpp", "isa.cpp", "paged_attention.cpp", "pool.cpp"]
+SHARED = [
+    *("append_kv.cpp", "convert_blocks.cpp", "extend.cpp", "paged_attention.cpp"),
+    *("isa.cpp", "pool.cpp"),
+]
 X86_ISAS = {
     "avx2": ["-DOMLX_AVX2", "-mavx2", "-mfma", "-mf16c"],
     "avx512": [

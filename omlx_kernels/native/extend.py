@@ -10,18 +10,21 @@ cache, and torch's reads of them.
 from __future__ import annotations
 
 import struct
+from math import prod
 
 import torch
 
 from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.native import library
-from omlx_kernels.native.arguments import block_fields
+from omlx_kernels.native.arguments import DTYPES, block_fields
 
-SCRATCH_BYTES = 32 << 20
+SCRATCH_BYTES = 16 << 20
 """Most bytes of keys and values that are in floating point at a time."""
 
-_GATHER = struct.Struct("28q")  # GatherArgs of src/abi.h
+# The structs of src/abi.h.
+_GATHER = struct.Struct("28q")
+_MERGE = struct.Struct("13q")
 
 
 def attend(
@@ -44,30 +47,34 @@ def attend(
 
     # [count, heads, dim] -> [1, kv_heads, group * count, dim]
     rows = q.view(count, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
-    out = torch.zeros(rows.shape)
-    lse = torch.full(rows.shape[:3], float("-inf"))
-    for pieces, masked in ((free, False), (edge, True)):
-        tokens = int(pieces[:, 3].sum())
-        head_bytes = max(1, 2 * tokens * dim * q.element_size())
-        heads = min(kv_heads, max(1, SCRATCH_BYTES // head_bytes))
-        limit = tokens if heads > 1 else SCRATCH_BYTES // (2 * dim * q.element_size())
-        for part in _ranges(pieces, limit):
-            mask = blind = None
-            if masked:
-                visible = _see(part, query_pos, window_size, keep_sinks, blocks.sink_tokens)
-                visible = visible.expand(group, -1, -1).flatten(0, 1)
-                blind = ~visible.any(-1)
-                mask = torch.zeros(visible.shape, dtype=q.dtype)
-                mask = mask.masked_fill_(~visible, float("-inf"))[None, None]
-            for first in range(0, kv_heads, heads):
-                last = min(first + heads, kv_heads)
-                k, v = _gather(blocks, part, first, last)
-                result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    rows[:, first:last], k, v, 0.0, False, attn_mask=mask, scale=sm_scale
-                )
-                _merge(out[:, first:last], lse[:, first:last], *result, blind)
-    out = out.view(kv_heads, group, count, dim).permute(2, 0, 1, 3)
-    return out.reshape(count, num_heads, dim).to(q.dtype)
+    out = torch.zeros(count, kv_heads, group, dim, dtype=q.dtype)
+    tokens = max(int(free[:, 3].sum()), int(edge[:, 3].sum()))
+    token_bytes = 2 * dim * q.element_size()
+    heads = min(kv_heads, max(1, SCRATCH_BYTES // max(1, tokens * token_bytes)))
+    limit = tokens if heads > 1 else SCRATCH_BYTES // token_bytes
+    parts = [(part, None, None) for part in _ranges(free, limit)]
+    for part in _ranges(edge, limit):
+        visible = _see(part, query_pos, window_size, keep_sinks, blocks.sink_tokens)
+        visible = visible.expand(group, -1, -1).flatten(0, 1)
+        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+        parts.append((part, mask[None, None], ~visible.any(-1)))
+
+    most = max((int(part[:, 3].sum()) for part, _, _ in parts), default=0)
+    scratch = torch.empty(2, heads * most * dim, dtype=q.dtype)
+    acc = torch.empty(heads, rows.shape[2], dim)
+    lse = torch.empty(heads, rows.shape[2])
+    for first in range(0, kv_heads, heads):
+        last = min(first + heads, kv_heads)
+        for i, (part, mask, blind) in enumerate(parts):
+            k, v = _gather(blocks, part, first, last, scratch)
+            result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                rows[:, first:last], k, v, 0.0, False, attn_mask=mask, scale=sm_scale
+            )
+            _merge(acc, lse, *result, blind, is_first=i == 0)
+        if parts:
+            merged = acc[: last - first].view(-1, group, count, dim)
+            out[:, first:last] = merged.permute(2, 0, 1, 3)
+    return out.view(count, num_heads, dim)
 
 
 def _visible(
@@ -138,12 +145,12 @@ def _see(
 
 
 def _gather(
-    blocks: LayerBlocks, pieces: torch.Tensor, first_head: int, last_head: int
+    blocks: LayerBlocks, pieces: torch.Tensor, first_head: int, last_head: int, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the listed tokens' keys and values, [1, heads, tokens, head_dim] in q's dtype."""
+    """Write the listed tokens into ``out``; return it as k, v [1, heads, tokens, head_dim]."""
     tokens = int(pieces[:, 3].sum())
     shape = (1, last_head - first_head, tokens, blocks.hot.k.shape[3])
-    k, v = (torch.empty(shape, dtype=blocks.hot.k.dtype) for _ in range(2))
+    k, v = out[:, : prod(shape)].view(2, *shape)
     tiers, ids, firsts, counts, _ = columns = pieces.T.contiguous()
     arguments = _GATHER.pack(
         *block_fields(blocks), tiers.data_ptr(), ids.data_ptr(), firsts.data_ptr(),
@@ -155,23 +162,24 @@ def _gather(
 
 
 def _merge(
-    out: torch.Tensor,
+    acc: torch.Tensor,
     lse: torch.Tensor,
     part: torch.Tensor,
     part_lse: torch.Tensor,
     blind: torch.Tensor | None,
+    *,
+    is_first: bool,
 ) -> None:
-    """Merge one part into ``out`` and ``lse``.
+    """Merge one part into ``acc`` [heads, rows, head_dim] and ``lse`` [heads, rows], float32.
 
     ``blind`` [rows] says which rows saw no key of the part: torch gives them an lse of 0 or NaN,
     depending on its version.
     """
-    part_lse, part = part_lse.float(), part.float()
-    if blind is not None:
-        part_lse = part_lse.masked_fill(blind, float("-inf"))
-        part = part.masked_fill(blind[:, None], 0.0)
-    total = torch.logaddexp(lse, part_lse)
-    old = (lse - total).exp_().nan_to_num_(0.0)  # -inf - -inf: nothing seen so far
-    new = (part_lse - total).exp_().nan_to_num_(0.0)
-    out.mul_(old[..., None]).add_(part * new[..., None])
-    lse.copy_(total)
+    part, part_lse = part.contiguous(), part_lse.float()
+    _, heads, rows, dim = part.shape
+    arguments = _MERGE.pack(
+        acc.data_ptr(), lse.data_ptr(), part.data_ptr(), part_lse.data_ptr(),
+        0 if blind is None else blind.data_ptr(), part_lse.stride(1), part_lse.stride(2),
+        heads, rows, dim, DTYPES[part.dtype], is_first, torch.get_num_threads(),
+    )  # fmt: skip
+    library.call("omlx_merge", arguments)

@@ -6,11 +6,17 @@ import ctypes
 import os
 import warnings
 from functools import lru_cache
+from pathlib import Path
+
+import torch
 
 ISA_VARIABLE = "OMLX_NATIVE_ISA"
 """Environment variable that forces an instruction set: avx512, avx2 or portable."""
 
-_FUNCTIONS = ("omlx_append_kv", "omlx_convert_blocks", "omlx_paged_attention", "omlx_gather")
+_FUNCTIONS = (
+    *("omlx_append_kv", "omlx_convert_blocks", "omlx_paged_attention"),
+    *("omlx_gather", "omlx_merge"),
+)
 
 
 class NotBuiltError(RuntimeError):
@@ -51,8 +57,24 @@ def _configure(library: ctypes.CDLL) -> ctypes.CDLL:
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.omlx_error.restype = library.omlx_isa.restype = ctypes.c_char_p
     library.omlx_choose_isa.argtypes = [ctypes.c_char_p]
+    library.omlx_share_openmp.argtypes = [ctypes.c_void_p]
+    library.omlx_share_openmp(torch_openmp())
     _choose(library, os.environ.get(ISA_VARIABLE, ""))
     return library
+
+
+def torch_openmp() -> int | None:
+    """Return the address of ``GOMP_parallel`` in the OpenMP that torch runs on, if it has one.
+
+    Between two parallel regions torch's threads spin for a while. Threads of our own would fight
+    them for the cores, for milliseconds; torch's own team starts at once.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(path)).GOMP_parallel  # found among what libtorch_cpu links to
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _choose(library: ctypes.CDLL, name: str) -> None:

@@ -68,6 +68,17 @@ struct GatherArgs {  // heads [first_head, last_head) of the listed blocks as co
     int64_t num_threads;
 };
 
+struct MergeArgs {  // one more part of attention into what is merged so far
+    float *acc, *lse;  // [heads, rows, head_dim], [heads, rows]
+    const char* part;  // the same shape in the model's dtype, contiguous
+    const float* part_lse;
+    const uint8_t* blind;  // [rows]: 1 where the row sees no key of the part; or null
+    int64_t lse_stride_head, lse_stride_row;
+    int64_t heads, rows, head_dim, dtype;
+    int64_t is_first;  // nothing is merged so far
+    int64_t num_threads;
+};
+
 }  // namespace omlx
 
 // Each returns 0, or 1 with the reason in omlx_error(), in which case nothing was written.
@@ -75,7 +86,9 @@ OMLX_API int omlx_append_kv(const omlx::AppendArgs*);
 OMLX_API int omlx_convert_blocks(const omlx::ConvertArgs*);
 OMLX_API int omlx_paged_attention(const omlx::AttentionArgs*);
 OMLX_API int omlx_gather(const omlx::GatherArgs*);
+OMLX_API int omlx_merge(const omlx::MergeArgs*);
 OMLX_API const char* omlx_error();             // of the calling thread's last failed call
 OMLX_API int omlx_choose_isa(const char* name);  // "" = the best one; 1 if it can't run here
 OMLX_API const char* omlx_isa();               // the one in use
+OMLX_API void omlx_share_openmp(void* gomp_parallel);  // null: the library's own threads
 OMLX_API const char* omlx_source_hash();       // of the sources that this library was built from

@@ -9,8 +9,6 @@
 namespace omlx {
 namespace {
 
-constexpr int64_t BYTES_PER_THREAD = 512 * 1024;
-
 template <class T>
 void copy_row(T* to, const T* from, int64_t dim, int64_t stride) {
     if (stride == 1) {
@@ -43,8 +41,8 @@ void append(const AppendArgs& a) {
                  (long long)a.slots[token]);
     const int64_t bytes =
         2 * a.num_tokens * a.kv_heads * a.head_dim * element_size(a.dtype);
-    const int64_t step = 16, threads = std::min(a.num_threads, 1 + bytes / BYTES_PER_THREAD);
-    parallel_for((a.num_tokens + step - 1) / step, threads, [&](int64_t i) {
+    const int64_t step = 16;
+    parallel_for((a.num_tokens + step - 1) / step, threads_for(bytes, a.num_threads), [&](int64_t i) {
         for (int64_t t = i * step; t < std::min((i + 1) * step, a.num_tokens); ++t) {
             if (a.dtype == F32) append_token<float>(a, t);
             else append_token<uint16_t>(a, t);

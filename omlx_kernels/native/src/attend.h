@@ -299,4 +299,29 @@ inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partia
     }
 }
 
+template <class T>
+inline void merge_typed(const MergeArgs& a, int64_t head) {
+    const int dim = static_cast<int>(a.head_dim);
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const int64_t index = head * a.rows + row;
+        float* acc = a.acc + index * dim;
+        const T* part = reinterpret_cast<const T*>(a.part) + index * dim;
+        const bool blind = a.blind && a.blind[row];
+        const float old = a.is_first ? -INF : a.lse[index];
+        const float more =
+            blind ? -INF : a.part_lse[head * a.lse_stride_head + row * a.lse_stride_row];
+        const float top = old > more ? old : more;
+        const float keep = old == -INF ? 0.0f : exp(old - top);
+        const float add = blind ? 0.0f : exp(more - top);
+        const float sum = keep + add, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        for (int c = 0; c < dim; c += W) {
+            vf x = splat(0.0f);
+            if (keep != 0.0f) x = load_row(acc, c, dim) * splat(keep * inverse);
+            if (add != 0.0f) x = fma(load_row(part, c, dim), splat(add * inverse), x);
+            store_row(acc, x, c, dim);
+        }
+        a.lse[index] = sum == 0.0f ? -INF : top + __builtin_logf(sum);
+    }
+}
+
 }  // namespace

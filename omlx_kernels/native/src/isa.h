@@ -56,6 +56,8 @@ struct Kernels {
     // Write tokens [first, first + count) of one head of a block as model-dtype K and V rows.
     void (*gather)(const Blocks&, Tier, int64_t id, int64_t head, int64_t first, int64_t count,
                    char* k, char* v);
+    // Merge one head's part.
+    void (*merge)(const MergeArgs&, int64_t head);
 };
 
 extern const Kernels kernels_portable;

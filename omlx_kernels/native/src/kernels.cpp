@@ -38,16 +38,23 @@ void gather(const Blocks& b, Tier tier, int64_t id, int64_t head, int64_t first,
     });
 }
 
+void merge(const MergeArgs& a, int64_t head) {
+    by_dtype(a.dtype, [&](auto x) { merge_typed<decltype(x)>(a, head); });
+}
+
 }  // namespace
 
 namespace omlx {
 
+#define OMLX_KERNELS(isa) \
+    extern const Kernels kernels_##isa{#isa,    Scratch::floats, attend, finish, \
+                                       convert, gather,          merge}
 #if defined(OMLX_AVX512)
-extern const Kernels kernels_avx512{"avx512", Scratch::floats, attend, finish, convert, gather};
+OMLX_KERNELS(avx512);
 #elif defined(OMLX_AVX2)
-extern const Kernels kernels_avx2{"avx2", Scratch::floats, attend, finish, convert, gather};
+OMLX_KERNELS(avx2);
 #else
-extern const Kernels kernels_portable{"portable", Scratch::floats, attend, finish, convert, gather};
+OMLX_KERNELS(portable);
 #endif
 
 }  // namespace omlx

@@ -18,8 +18,6 @@
 namespace omlx {
 namespace {
 
-// Bytes of blocks that justify waking one more thread.
-constexpr int64_t BYTES_PER_THREAD = 256 * 1024;
 // Items per thread, so that a thread that starts late or runs slower does not hold up the rest.
 constexpr int64_t ITEMS_PER_THREAD = 4;
 
@@ -162,7 +160,8 @@ void attention(const AttentionArgs& a) {
     int64_t covered = 0;
     for (int64_t s = 0; s <= a.num_seqs; ++s) {
         const int64_t first = s < a.num_seqs ? a.query_start_loc[s] : a.num_tokens;
-        std::memset(a.out + covered * row_bytes, 0, (first - covered) * row_bytes);
+        if (first > covered)
+            std::memset(a.out + covered * row_bytes, 0, (first - covered) * row_bytes);
         if (s < a.num_seqs) covered = a.query_start_loc[s + 1];
     }
 
@@ -170,7 +169,7 @@ void attention(const AttentionArgs& a) {
     float* const partials = shared.floats(partial);
     const Kernels& kernel = kernels();
     const int64_t scratch = round_up(kernel.scratch_floats(b.head_dim), 16);
-    const int64_t threads = std::min(a.num_threads, 1 + bytes / BYTES_PER_THREAD);
+    const int64_t threads = threads_for(bytes, a.num_threads);
     Unit* const all_units = units.data();
     const Item* const all_items = items.data();
     const Piece* const all_pieces = pieces.data();
