@@ -46,7 +46,7 @@ def test_many_queries_go_through_torch_on_gathered_blocks(calls):
     case = make_case([300, 300], [new, 1])
     ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
     assert calls[0] == "omlx_paged_attention"
-    assert set(calls[1:]) == {"omlx_gather"}
+    assert set(calls[1:]) == {"omlx_gather", "omlx_merge"}
 
 
 @pytest.fixture
@@ -117,10 +117,25 @@ def test_isas_agree():
         torch.testing.assert_close(out, outs[0], rtol=0, atol=2e-5)
 
 
+@pytest.fixture(params=["torch's OpenMP", "own pool"])
+def _threads(request):
+    openmp = library.torch_openmp()
+    if request.param == "own pool":
+        library.load().omlx_share_openmp(None)
+    elif openmp is None:
+        pytest.skip("this torch has no libgomp")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+    library.load().omlx_share_openmp(openmp)
+
+
 def big_case():
     return make_case([4000], [1], num_q_heads=8, num_kv_heads=4, head_dim=128, block_size=256)
 
 
+@pytest.mark.usefixtures("_threads")
 def test_several_python_threads():
     case = big_case()
     want = native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
@@ -140,6 +155,7 @@ def test_several_python_threads():
     assert not wrong
 
 
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_after_fork():
