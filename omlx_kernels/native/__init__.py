@@ -31,7 +31,7 @@ from omlx_kernels.native.library import available, isa
 
 __all__ = ["append_kv", "available", "convert_blocks", "isa", "paged_attention"]
 
-MAX_NATIVE_QUERIES = 8
+MAX_NATIVE_QUERIES = 16
 """Queries of a sequence up to which reading the blocks costs more than the arithmetic."""
 
 # The structs of src/abi.h.

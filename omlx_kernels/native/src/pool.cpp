@@ -100,8 +100,8 @@ std::atomic<Pool*> the_pool{nullptr};
 // libgomp's entry to a parallel region. Waiting longer than this for idle members of the team sends
 // so many calls to the pool.
 using OpenMP = void (*)(void (*)(void*), void*, unsigned, unsigned);
-constexpr int64_t LONG_WAIT_NS = 500'000;
-constexpr int CALLS_WITHOUT_TEAM = 256;
+constexpr int64_t LONG_WAIT_NS = 2'000'000;
+constexpr int CALLS_WITHOUT_TEAM = 32;
 std::atomic<OpenMP> openmp{nullptr};
 std::atomic<int> calls_without_team{0};
 
