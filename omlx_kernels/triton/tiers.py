@@ -1,0 +1,259 @@
+"""How a tile of queries attends to what one tier stores; decode and extend share these loops.
+
+Every function walks the keys of one tier for the rows of ``q`` [BLOCK_M, BLOCK_D] and advances the
+online softmax (``acc``, ``m_i``, ``l_i``), whose invariant is, with base-2 scores s_t::
+
+    acc = sum_t 2**(s_t - m_i) v_t        l_i = sum_t 2**(s_t - m_i)
+
+Row ``i`` stands at position ``row_pos[i]`` and sees the keys ``row_pos[i] - window < j <=
+row_pos[i]``. Keys outside ``[key_first, key_stop)`` are seen by no row: their loads are predicated
+off (no traffic, and poisoned memory reads as 0). One plain loop a tier, no branch inside: a branch
+would end the asynchronous copies.
+
+K8V8 keys become float16 (float32 for a float32 model) in registers. The value scale moves into the
+softmax: with w_t = s_t + log2(scale_t), 2**(w_t - m_i) is the probability times the scale,
+at most 1, so that it keeps float16's precision however small the values are.
+For the same reason the quantized tiers come before the others within one accumulator.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from omlx_kernels.triton.common import (
+    dequantize_k8,
+    dot,
+    narrow,
+    online_softmax,
+    signed_to_float,
+    tile_mask,
+)
+
+
+@triton.jit
+def visible_tiles(
+    starts_ptr,
+    first,
+    last,
+    key_first,
+    key_stop,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return the shortest run of tiles of the entries [first, last) with every visible key.
+
+    Tile ``t`` is the tokens ``t % n * BLOCK_N ...`` of entry ``t // n``, n tiles a block. Entries
+    may be listed in any order; in the order of their positions the run holds nothing else.
+    """
+    CHUNK: tl.constexpr = 64
+    TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    lo = last * TILES
+    hi = first * TILES
+    for base in tl.range(first, last, CHUNK):
+        entry = base + tl.arange(0, CHUNK)
+        start = tl.load(starts_ptr + entry, mask=entry < last, other=0)
+        tile_lo = tl.maximum(key_first - start, 0) // BLOCK_N
+        tile_hi = tl.minimum((tl.maximum(key_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, TILES)
+        seen = (entry < last) & (tile_lo < tile_hi)
+        lo = tl.minimum(lo, tl.min(tl.where(seen, entry * TILES + tile_lo, lo)))
+        hi = tl.maximum(hi, tl.max(tl.where(seen, entry * TILES + tile_hi, hi)))
+    return lo, hi
+
+
+@triton.jit
+def _scores(q, k, key_pos, row_pos, window_size, sm_scale_log2, kept):
+    """Return base-2 scores [BLOCK_M, BLOCK_N], -inf where the row does not see the key."""
+    zero = tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32)
+    scores = dot(q, tl.trans(k), zero) * sm_scale_log2
+    distance = row_pos[:, None] - key_pos[None, :]
+    visible = (distance >= 0) & ((distance < window_size) | kept)
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def attend_float_tile(
+    q,
+    acc,
+    m_i,
+    l_i,
+    k_ptrs,
+    v_ptrs,
+    mask,
+    key_pos,
+    row_pos,
+    window_size,
+    sm_scale_log2,
+    kept,
+):
+    """Attend to one tile of keys and values in the model's dtype."""
+    k = tl.load(k_ptrs, mask=mask, other=0.0)
+    scores = _scores(q, k, key_pos, row_pos, window_size, sm_scale_log2, kept)
+    p, alpha, m_i = online_softmax(scores, m_i)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    v = tl.load(v_ptrs, mask=mask, other=0.0)
+    acc = dot(narrow(p, v.dtype), v, acc * alpha[:, None])
+    return acc, m_i, l_i
+
+
+@triton.jit
+def attend_sink_page(
+    q,
+    acc,
+    m_i,
+    l_i,
+    sink,
+    page,
+    kv_head,
+    key_first,
+    key_stop,
+    row_pos,
+    window_size,
+    sm_scale_log2,
+    KEEP_SINKS: tl.constexpr,
+    SINK_TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to the sequence's sink page: positions 0 .. SINK_TOKENS - 1, never quantized."""
+    k_ptr, v_ptr = sink
+    base = (page.to(tl.int64) * KV_HEADS + kv_head) * (SINK_TOKENS * HEAD_DIM)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    for offset in tl.range(0, SINK_TOKENS, BLOCK_N):
+        key_pos = offset + offs_n
+        wanted = (key_pos < SINK_TOKENS) & (key_pos < key_stop)
+        if not KEEP_SINKS:
+            wanted = wanted & (key_pos >= key_first)
+        mask = tile_mask(wanted, offs_d, HEAD_DIM, BLOCK_D)
+        inner = base + key_pos[:, None] * HEAD_DIM + offs_d[None, :]
+        # Padding keys of the tile stand after every query.
+        key_pos = tl.where(wanted, key_pos, key_stop)
+        acc, m_i, l_i = attend_float_tile(
+            q,
+            acc,
+            m_i,
+            l_i,
+            k_ptr + inner,
+            v_ptr + inner,
+            mask,
+            key_pos,
+            row_pos,
+            window_size,
+            sm_scale_log2,
+            KEEP_SINKS,
+        )
+    return acc, m_i, l_i
+
+
+@triton.jit
+def attend_hot_tiles(
+    q,
+    acc,
+    m_i,
+    l_i,
+    hot,
+    table_ptr,
+    starts_ptr,
+    tile_first,
+    tile_stop,
+    kv_head,
+    key_first,
+    key_stop,
+    row_pos,
+    window_size,
+    sm_scale_log2,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to a run of tiles of HOT blocks; ``table_ptr`` and ``starts_ptr`` are one row."""
+    k_ptr, v_ptr = hot
+    TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    inner = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+    for tile in tl.range(tile_first, tile_stop):
+        entry = tile // TILES
+        offset = tile % TILES * BLOCK_N
+        block = tl.load(table_ptr + entry).to(tl.int64)
+        key_pos = tl.load(starts_ptr + entry) + offset + offs_n
+        base = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + offset) * HEAD_DIM
+        wanted = (key_pos >= key_first) & (key_pos < key_stop)
+        acc, m_i, l_i = attend_float_tile(
+            q,
+            acc,
+            m_i,
+            l_i,
+            k_ptr + base + inner,
+            v_ptr + base + inner,
+            tile_mask(wanted, offs_d, HEAD_DIM, BLOCK_D),
+            key_pos,
+            row_pos,
+            window_size,
+            sm_scale_log2,
+            False,
+        )
+    return acc, m_i, l_i
+
+
+@triton.jit
+def attend_k8v8_tiles(
+    q,
+    acc,
+    m_i,
+    l_i,
+    k8v8,
+    table_ptr,
+    starts_ptr,
+    tile_first,
+    tile_stop,
+    kv_head,
+    key_first,
+    key_stop,
+    row_pos,
+    window_size,
+    sm_scale_log2,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUANT_GROUP: tl.constexpr,
+):
+    """Attend to a run of tiles of K8V8 blocks; a tile is one quantization group of keys."""
+    k_ptr, v_ptr, k_scale_ptr, k_zero_ptr, v_scale_ptr = k8v8
+    DTYPE: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
+    q = narrow(q.to(tl.float32), DTYPE)
+    offs_n = tl.arange(0, QUANT_GROUP)
+    offs_d = tl.arange(0, BLOCK_D)
+    inner = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+    for tile in tl.range(tile_first, tile_stop):
+        entry = tile // TILES
+        group = tile % TILES
+        block = tl.load(table_ptr + entry).to(tl.int64)
+        tile_pos = tl.load(starts_ptr + entry) + group * QUANT_GROUP
+        key_pos = tile_pos + offs_n
+        row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + group * QUANT_GROUP
+        scale_row = ((block * KV_HEADS + kv_head) * TILES + group) * HEAD_DIM
+        wanted = (key_pos >= key_first) & (key_pos < key_stop)
+        mask = tile_mask(wanted, offs_d, HEAD_DIM, BLOCK_D)
+        any_wanted = (tile_pos + QUANT_GROUP > key_first) & (tile_pos < key_stop)
+        scale_mask = (offs_d < HEAD_DIM) & any_wanted
+
+        k = tl.load(k_ptr + row * HEAD_DIM + inner, mask=mask, other=0)
+        k_scale = tl.load(k_scale_ptr + scale_row + offs_d, mask=scale_mask, other=0.0)
+        k_zero = tl.load(k_zero_ptr + scale_row + offs_d, mask=scale_mask, other=0.0)
+        k = dequantize_k8(k, k_scale, k_zero, DTYPE)
+        scores = _scores(q, k, key_pos, row_pos, window_size, sm_scale_log2, False)
+
+        v_scale = tl.load(v_scale_ptr + row + offs_n, mask=wanted, other=1.0).to(tl.float32)
+        p, alpha, m_i = online_softmax(scores + tl.log2(v_scale)[None, :], m_i)
+        l_i = l_i * alpha + tl.sum(p * (1.0 / v_scale)[None, :], 1)
+        v = tl.load(v_ptr + row * HEAD_DIM + inner, mask=mask, other=0)
+        acc = dot(narrow(p, DTYPE), signed_to_float(v, DTYPE), acc * alpha[:, None])
+    return acc, m_i, l_i
