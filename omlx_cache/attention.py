@@ -1,0 +1,127 @@
+"""Where a model's attention layers meet the cache.
+
+`PagedAttention` stands in a model where an attention module stood, and owns it: projections,
+rotary embedding, GPTQ kernels, adapters and hooks keep running as they are. It only tells the
+original which layer of the cache serves it, through the keyword arguments that every attention
+module of transformers hands on to its attention function, and that function is
+`paged_attention_forward`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from omlx_cache.cache import PagedCache, PagedLayer
+from omlx_cache.compat import CACHE_NAMES, register_attention
+
+ATTENTION_NAME = "omlx_paged"
+"""``config._attn_implementation`` of a patched model."""
+
+_LAYER_ARGUMENT = "omlx_layer"
+
+
+class PagedAttention(nn.Module):
+    """An attention module whose keys and values go to a `PagedCache`.
+
+    It shares its original's children, parameters and buffers, so that names, ``state_dict``,
+    ``.to()`` and adapters added later work as before; everything else is looked up on the original.
+
+    Args:
+        original: the attention module to own; it must have a ``layer_idx``.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not a child: names must stay what they were
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = original.__dict__[shared]
+        self.training = original.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "original":  # while unpickling or copying
+                raise
+            return getattr(self.__dict__["original"], name)
+
+    def train(self, mode: bool = True) -> PagedAttention:
+        """Set the mode of the original too, which is not a child."""
+        self.original.train(mode)
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        """Name the module that is owned."""
+        return f"original={type(self.original).__name__}"
+
+    def forward(self, *args, **kwargs):
+        """Run the original with the cache layer that serves it."""
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        if not isinstance(cache, PagedCache):
+            raise TypeError(
+                f"PagedAttention: the cache must be a PagedCache, got {type(cache).__name__}; call "
+                f"the patched model (or its decoder), not a layer of it"
+            )
+        kwargs[_LAYER_ARGUMENT] = cache.layers[self.original.layer_idx]
+        return self.original(*args, **kwargs)
+
+
+class _RefuseBackward(torch.autograd.Function):
+    """Identity on ``out`` that depends on ``query`` and fails when a gradient arrives."""
+
+    @staticmethod
+    def forward(ctx, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        raise RuntimeError(
+            "omlx_cache: paged attention has no backward pass; call omlx_cache.unpatch(model) to "
+            "train, or run the forward pass under torch.no_grad()"
+        )
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attend through the block table; the function behind ``ATTENTION_NAME``.
+
+    Args:
+        module: the original attention module.
+        query: [batch, num_q_heads, columns, head_dim], rotated.
+        key, value: what `PagedLayer.update` returned; already stored.
+        attention_mask: None always: the patched decoder turns masks into stored columns.
+        scaling: factor on the scores; None is ``head_dim ** -0.5``.
+
+    Returns:
+        [batch, columns, num_q_heads, head_dim], and None for the weights, which never exist.
+    """
+    layer: PagedLayer | None = kwargs.get(_LAYER_ARGUMENT)
+    if layer is None or attention_mask is not None:
+        raise RuntimeError(
+            f"omlx_cache: {type(module).__name__} was called outside of its patched model; call "
+            f"the model, or omlx_cache.unpatch(model) first"
+        )
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"omlx_cache: {type(module).__name__} asks for {name!r}, which the kernels "
+                f"don't know yet"
+            )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = layer.attend(query.detach(), scale)
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _RefuseBackward.apply(out, query)
+    return out, None
+
+
+register_attention(ATTENTION_NAME, paged_attention_forward)

@@ -1,0 +1,85 @@
+"""The tensors behind the block ids: one pool a layer, which follows the allocator's capacities.
+
+A pool is resized one layer at a time, when its layer runs, so that growing the cache of a model
+with ``n`` layers needs room for ``1 / n`` of it twice, never for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier, TierBlocks
+from omlx_kernels.quantization import dequantize_k8, dequantize_v8
+
+
+class MemoryMeter:
+    """Bytes held now and at the worst moment, over everything that reports to it."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.peak = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` more (fewer, when negative) as held."""
+        self.current += num_bytes
+        self.peak = max(self.peak, self.current)
+
+
+class LayerPool:
+    """One layer's blocks of every tier.
+
+    Args:
+        block_format: shapes and dtypes of the layer's blocks.
+        device: where they live.
+        meter: told of every allocation and release.
+    """
+
+    def __init__(self, block_format: BlockFormat, device: torch.device, meter: MemoryMeter) -> None:
+        self.format, self.device, self._meter = block_format, device, meter
+        self._tiers = {tier: block_format.allocate(tier, 0, device) for tier in Tier}
+        self.blocks = self._layer_blocks()
+
+    def fit(self, capacity: Mapping[Tier, int]) -> None:
+        """Make room for exactly ``capacity[tier]`` blocks of each tier; kept ids keep content."""
+        changed = [tier for tier in Tier if self._tiers[tier].num_blocks != capacity[tier]]
+        for tier in changed:
+            self._resize(tier, capacity[tier])
+        if changed:
+            self.blocks = self._layer_blocks()
+
+    def num_bytes(self, tier: Tier) -> int:
+        """Bytes allocated for ``tier``, used or not."""
+        return self._tiers[tier].num_bytes
+
+    def _resize(self, tier: Tier, num_blocks: int) -> None:
+        old = self._tiers[tier]
+        new = self.format.allocate(tier, num_blocks, self.device)
+        self._meter.add(new.num_bytes)  # both exist while the content moves
+        kept = min(old.num_blocks, num_blocks)
+        targets = new.tensors()
+        for name, source in old.tensors().items():
+            targets[name][:kept].copy_(source[:kept])
+        self._tiers[tier] = new
+        self._meter.add(-old.num_bytes)
+
+    def _layer_blocks(self) -> LayerBlocks:
+        return LayerBlocks(
+            sink=self._tiers[Tier.SINK], hot=self._tiers[Tier.HOT], k8v8=self._tiers[Tier.K8V8]
+        )
+
+
+def copy_blocks(blocks: TierBlocks, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks (or pages) within a tier: (source id, target id) each; mutates ``blocks``."""
+    for tensor in blocks.tensors().values():
+        for source, target in pairs:
+            tensor[target].copy_(tensor[source])
+
+
+def reopen_block(blocks: LayerBlocks, index: int, hot_index: int) -> None:
+    """Write the values of 8-bit block ``index`` into hot block ``hot_index``; mutates the latter."""
+    source, hot = blocks.k8v8, blocks.hot
+    k = dequantize_k8(source.k[index], source.k_scale[index], source.k_zero[index], torch.float32)
+    hot.k[hot_index].copy_(k)
+    hot.v[hot_index].copy_(dequantize_v8(source.v[index], source.v_scale[index], torch.float32))

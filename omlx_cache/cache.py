@@ -1,0 +1,401 @@
+"""`PagedCache`: a `transformers.Cache` whose layers store paged blocks of mixed precision.
+
+Hugging Face's ``get_seq_length()`` counts *columns* of the padded batch; the kernels' ``seq_lens``
+count a row's real tokens. This file is where the two meet: `PagedCache` keeps which columns of
+each row were real, and hands only those to the layer groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
+from omlx_cache.compat import Cache, CacheLayerMixin
+from omlx_cache.config import CacheConfig
+from omlx_cache.layer_group import LayerGroup
+from omlx_cache.patch_state import PatchState, state_of
+from omlx_cache.report import CacheReport
+from omlx_cache.sequences import Geometry, Sequence
+from omlx_kernels import ops
+from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's share of a `PagedCache`: its pool, and the group that it belongs to."""
+
+    is_croppable = True
+
+    def __init__(self, group: LayerGroup, meter: MemoryMeter) -> None:
+        super().__init__()
+        self.group, self._meter = group, meter
+        self.pool: LayerPool | None = None
+        self.num_columns = 0
+        group.layers.append(self)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Fix the format of the layer's blocks from its first keys, [batch, heads, *, head_dim]."""
+        if key_states.shape != value_states.shape:
+            raise NotImplementedError(
+                f"PagedCache: keys and values must have one shape, got "
+                f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            )
+        geometry = self.group.geometry
+        heads, dim = key_states.shape[1], key_states.shape[3]
+        block_format = BlockFormat(
+            geometry.block_size, geometry.sink_tokens, heads, dim, key_states.dtype
+        )
+        self.pool = LayerPool(block_format, key_states.device, self._meter)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new keys and values, [batch, kv_heads, columns, head_dim]; return them."""
+        step = self.group.step
+        if step is None:
+            raise RuntimeError(
+                "PagedCache.update must be called inside a step of the model that the cache was "
+                "made for; call omlx_cache.patch(model) and then model(..., cache=cache)"
+            )
+        if self.pool is None:
+            self.lazy_initialization(key_states, value_states)
+        self.pool.fit(self.group.capacity())
+        blocks, tables = self.pool.blocks, step.tables(key_states.device)
+        copy_blocks(blocks.hot, step.copies)
+        copy_blocks(blocks.sink, step.page_copies)
+        # [batch, heads, columns, dim] -> [batch * columns, heads, dim]
+        k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        if tables.sink_slots is not None:
+            ops.append_kv(k, v, blocks.sink, tables.sink_slots)
+        ops.append_kv(k, v, blocks.hot, tables.slots)
+        return key_states, value_states
+
+    def attend(self, query: torch.Tensor, sm_scale: float) -> torch.Tensor:
+        """Attend to everything stored, then convert the blocks that age in this step.
+
+        Args:
+            query: [batch, num_q_heads, columns, head_dim].
+            sm_scale: factor on the scores.
+
+        Returns:
+            [batch, columns, num_q_heads, head_dim]; padding columns are 0.
+        """
+        blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
+        batch, heads, columns, dim = query.shape
+        q = query.transpose(1, 2).reshape(batch * columns, heads, dim)
+        packed = q if tables.token_index is None else q[tables.token_index]
+        out = ops.paged_attention(
+            packed,
+            blocks,
+            tables.meta,
+            sm_scale=sm_scale,
+            window_size=self.group.geometry.window_size,
+            keep_sinks=self.group.keep_sinks,
+        )
+        if tables.token_index is not None:
+            out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
+        if tables.convert is not None:
+            ops.convert_blocks(blocks.hot, blocks.k8v8, *tables.convert)
+        return out.view(batch, columns, heads, dim)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (columns that a mask covers, offset of the first)."""
+        return self.num_columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.num_columns
+
+    def get_max_length(self) -> int:
+        """Return -1: no bound on the columns."""
+        return -1
+
+
+class PagedCache(Cache):
+    """The cache of one batch of sequences of a patched model.
+
+    A patched ``generate()`` or ``model(..., use_cache=True)`` builds one by itself. Make your own
+    to keep a chat's history between calls::
+
+        cache = omlx_cache.PagedCache(model)
+        model.generate(**turn_1, cache=cache)   # past_key_values=cache before transformers 5.24
+        model.generate(**turn_2, cache=cache)   # the whole chat so far; only the rest is computed
+
+    Args:
+        model: a model on which `omlx_cache.patch` was called; its configuration applies.
+
+    Raises:
+        ValueError: when the model is not patched.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._build(state_of(model))
+
+    @classmethod
+    def for_patch(cls, state: PatchState, *, unquantized: bool = False) -> PagedCache:
+        """Make a cache for the model that ``state`` patches.
+
+        Args:
+            state: the patch.
+            unquantized: for the throw-away cache of a call with ``use_cache=False``, in which
+                nothing is rounded and which may take what memory it needs.
+        """
+        cache = cls.__new__(cls)
+        cache._build(state, {"cache_bits": 16, "max_gpu_blocks": None} if unquantized else {})
+        return cache
+
+    def _build(self, state: PatchState, overrides: dict | None = None) -> None:
+        self.config = state.config.model_copy(update=overrides)
+        self.meter = MemoryMeter()
+        self.groups: list[LayerGroup] = []
+        self._valid: np.ndarray | None = None  # [rows, columns] bool; None while all are real
+        by_window: dict[tuple[int | None, bool], LayerGroup] = {}
+        layers = []
+        for own in state.spec.windows:
+            key = _effective_window(own, self.config, state.spec.trained_length)
+            if key not in by_window:
+                by_window[key] = self._new_group(*key)
+            layers.append(PagedLayer(by_window[key], self.meter))
+        super().__init__(layers=layers)
+
+    def _new_group(self, window: int | None, keep_sinks: bool) -> LayerGroup:
+        config = self.config
+        group = LayerGroup(
+            Geometry(config.block_size, config.sink_tokens, window, config.recent_tokens),
+            keep_sinks=keep_sinks,
+            quantize=config.cache_bits != 16,
+            max_blocks=config.max_gpu_blocks,
+            blocks_per_split=4,
+        )
+        self.groups.append(group)
+        return group
+
+    def valid_columns(
+        self, attention_mask: torch.Tensor | None, batch_size: int, columns: int
+    ) -> np.ndarray:
+        """Say which of the next ``columns`` columns are real tokens, [batch_size, columns] bool.
+
+        Args:
+            attention_mask: None (all real), or 2-D over all columns so far and the new ones, or
+                over the new ones alone.
+
+        Raises:
+            ValueError: when the mask's shape, or the batch size, does not fit what is stored, or
+                when the mask disagrees with what was stored about the columns before.
+            NotImplementedError: for a mask that isn't 2-D.
+        """
+        rows = self.groups[0].rows
+        past = self.get_seq_length()
+        if rows and len(rows) != batch_size:
+            raise ValueError(
+                f"PagedCache: the batch must have the {len(rows)} rows that the cache holds, got "
+                f"{batch_size}; use a new cache, reset() or batch_select_indices()"
+            )
+        if attention_mask is None:
+            return np.ones((batch_size, columns), bool)
+        if attention_mask.dim() != 2:
+            raise NotImplementedError(
+                f"PagedCache: attention_mask must be 2-D [batch, columns], got "
+                f"{attention_mask.dim()}-D; custom masks can't be served from a paged cache"
+            )
+        mask = attention_mask.detach().to("cpu", torch.bool).numpy()
+        if mask.shape not in ((batch_size, past + columns), (batch_size, columns)):
+            raise ValueError(
+                f"PagedCache: attention_mask must be [{batch_size}, {past + columns}] (the "
+                f"{past} columns in the cache and {columns} new ones), got {list(mask.shape)}"
+            )
+        if past and mask.shape[1] == past + columns:
+            stored = True if self._valid is None else self._valid
+            if (mask[:, :past] != stored).any():
+                raise ValueError(
+                    "PagedCache: attention_mask changed for columns that are already cached; a "
+                    "paged cache can't hide or reveal stored tokens, use a new cache"
+                )
+        return mask[:, -columns:] if columns else mask[:, :0]
+
+    def require(self, valid: np.ndarray, chunk: int) -> None:
+        """Check that the columns ``valid`` will find blocks when they come ``chunk`` at a time.
+
+        Raises:
+            OutOfBlocksError: when they will not; nothing is changed.
+        """
+        self._ensure_rows(valid.shape[0])
+        starts = range(0, valid.shape[1], chunk)
+        steps = [valid[:, i : i + chunk].sum(1).tolist() for i in starts]
+        for group in self.groups:
+            group.require(steps)
+
+    @contextmanager
+    def step(self, valid: np.ndarray) -> Iterator[None]:
+        """Run one forward pass of the model over the columns ``valid``, [rows, columns] bool.
+
+        Everything that the pass stores becomes part of the cache when the block ends, and nothing
+        of it when the block raises.
+        """
+        self._ensure_rows(valid.shape[0])
+        new_tokens = valid.sum(1).tolist()
+        padding = None if valid.all() else valid
+        try:
+            for group in self.groups:
+                group.begin(new_tokens, padding)
+            yield
+        except BaseException:
+            for group in self.groups:
+                if group.step is not None:
+                    group.rollback()
+            raise
+        for group in self.groups:
+            group.commit()
+        self._add_columns(valid)
+
+    def _ensure_rows(self, batch_size: int) -> None:
+        for group in self.groups:
+            if not group.rows:
+                group.rows = [Sequence() for _ in range(batch_size)]
+
+    def _add_columns(self, valid: np.ndarray) -> None:
+        past = self.get_seq_length()
+        if self._valid is None and not valid.all():
+            self._valid = np.ones((valid.shape[0], past), bool)
+        if self._valid is not None:
+            self._valid = np.concatenate([self._valid, valid], 1)
+        self._set_columns(past + valid.shape[1])
+
+    def _set_columns(self, columns: int) -> None:
+        for layer in self.layers:
+            layer.num_columns = columns
+
+    def reset(self) -> None:
+        """Forget every sequence and give the memory back; the peak stays on record."""
+        for group in self.groups:
+            group.clear()
+        self._valid = None
+        self._set_columns(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last columns of every row.
+
+        Args:
+            tokens_to_remove: how many, as zero or a negative number (the convention of
+                transformers).
+
+        Raises:
+            ValueError: for a positive number, more columns than there are, or columns without
+                which the window would reach back to blocks that it has already released.
+
+        A block of 8 bits that is cut in the middle is re-opened in the model's dtype; its tokens
+        keep their rounded values.
+        """
+        count, columns = -tokens_to_remove, self.get_seq_length()
+        if not 0 <= count <= columns:
+            raise ValueError(
+                f"PagedCache.crop: tokens_to_remove must be between -{columns} and 0, got "
+                f"{tokens_to_remove}"
+            )
+        if not count:
+            return
+        rows = len(self.groups[0].rows)
+        kept = columns - count
+        removed = [count] * rows
+        if self._valid is not None:
+            removed = self._valid[:, kept:].sum(1).tolist()
+        for group in self.groups:
+            group.check_crop(removed)
+        for group in self.groups:
+            group.crop(removed)
+        self._valid = None if self._valid is None else self._valid[:, :kept]
+        self._set_columns(kept)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give row ``i`` what row ``beam_idx[i]`` held: block tables move, blocks don't."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times, next to each other; the copies share blocks."""
+        rows = len(self.groups[0].rows)
+        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` (a row may come several times, and then shares its blocks)."""
+        chosen = indices.tolist()
+        rows = len(self.groups[0].rows)
+        if not rows:
+            return
+        if indices.dtype == torch.bool:
+            chosen = indices.nonzero().flatten().tolist()
+        wrong = [i for i in chosen if not -rows <= i < rows]
+        if wrong:
+            raise ValueError(
+                f"PagedCache: row indices must be below {rows}, got {wrong[0]} in {chosen}"
+            )
+        for group in self.groups:
+            group.select(chosen)
+        if self._valid is not None:
+            self._valid = self._valid[chosen]
+
+    def report(self) -> CacheReport:
+        """Take a snapshot of what the cache holds."""
+        bytes_by_tier = {tier.name.lower(): 0 for tier in Tier}
+        unquantized = 0
+        for layer in self.layers:
+            if layer.pool is None:
+                continue
+            for tier in Tier:
+                bytes_by_tier[tier.name.lower()] += layer.pool.num_bytes(tier)
+            block_format = layer.pool.format
+            per_token = block_format.bytes_per_block(Tier.HOT) // block_format.block_size
+            unquantized += per_token * sum(row.length for row in layer.group.rows)
+        stored = [_tokens_in_blocks(group) for group in self.groups]
+        active = sum(group.blocks.num_used for group in self.groups)
+        rooms = [
+            group.blocks.max_blocks or sum(group.blocks.capacity(tier) for tier in BLOCK_TIERS)
+            for group in self.groups
+        ]
+        # Shared blocks hold their tokens for several rows; utilization counts them once.
+        slots = active * self.config.block_size
+        first = self.groups[0]
+        sinks = [min(row.length, first.geometry.sink_tokens) for row in first.rows]
+        return CacheReport(
+            active_blocks=active,
+            total_blocks=sum(rooms),
+            bytes_by_tier=bytes_by_tier,
+            total_bytes=sum(bytes_by_tier.values()),
+            peak_bytes=self.meter.peak,
+            unquantized_bytes=unquantized,
+            block_utilization=sum(stored) / slots if slots else 0.0,
+            cached_tokens=sum(sinks) + _tokens_in_rows(first),
+            seen_tokens=sum(row.length for row in first.rows),
+            num_sequences=len(first.rows),
+        )
+
+
+def _effective_window(
+    own: int | None, config: CacheConfig, trained_length: int | None
+) -> tuple[int | None, bool]:
+    """Return a layer's window, and whether its sinks stay visible outside of it.
+
+    A layer's own window was trained without pinned sinks and wins where it is the smaller one.
+    """
+    window = trained_length if config.window_size == "auto" else config.window_size
+    if own is not None and (window is None or own <= window):
+        return own, False
+    return window, True
+
+
+def _tokens_in_rows(group: LayerGroup) -> int:
+    """Tokens that the rows' live blocks hold, shared blocks counted for each row."""
+    size = group.geometry.block_size
+    return sum(min(size, row.length - b.start) for row in group.rows for b in row.blocks)
+
+
+def _tokens_in_blocks(group: LayerGroup) -> int:
+    """Tokens that the group's blocks hold, shared blocks counted once."""
+    size = group.geometry.block_size
+    held = {
+        (b.tier, b.index): min(size, row.length - b.start) for row in group.rows for b in row.blocks
+    }
+    return sum(held.values())

@@ -1,0 +1,133 @@
+"""The forward pass of a patched decoder: cache, padding and prefill chunks, around the original."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from omlx_cache.cache import PagedCache
+from omlx_cache.compat import CACHE_NAMES, cache_name
+from omlx_cache.patch_state import PatchState
+
+# Arguments of a decoder that run along the columns, and the dimension in which they do.
+_COLUMN_ARGUMENTS = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "position_ids": -1,
+    "cache_position": 0,
+    "token_type_ids": 1,
+}
+
+
+def run_decoder(state: PatchState, original: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a decoder over any number of columns, at most ``prefill_chunk`` at a time.
+
+    Args:
+        state: the patch of the model.
+        original: the decoder's own bound forward.
+        args, kwargs: what the caller passed to it.
+
+    Returns:
+        The decoder's output over all columns, as if it had run once.
+    """
+    decoder = state.spec.decoder
+    kwargs = _by_name(decoder, args, kwargs)
+    _refuse_what_cannot_be_served(decoder, kwargs)
+    return_dict = kwargs.pop("return_dict", None)
+    use_cache = kwargs.pop("use_cache", None)
+    use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
+    cache = _pop_cache(kwargs)
+    if cache is None:
+        cache = PagedCache.for_patch(state, unquantized=not use_cache)
+    _check_cache(cache, decoder)
+    batch, columns = _batch_and_columns(kwargs)
+    valid = cache.valid_columns(kwargs.pop("attention_mask", None), batch, columns)
+    chunk = cache.config.prefill_chunk or max(columns, 1)
+    cache.require(valid, chunk)
+
+    name = cache_name(type(decoder).forward)
+    outputs = []
+    for first in range(0, max(columns, 1), chunk):
+        part = {
+            key: _slice(value, _COLUMN_ARGUMENTS[key], first, chunk)
+            if key in _COLUMN_ARGUMENTS
+            else value
+            for key, value in kwargs.items()
+        }
+        with cache.step(valid[:, first : first + chunk]):
+            outputs.append(original(**part, **{name: cache}, use_cache=True, return_dict=True))
+    output = _join(outputs)
+    if use_cache:
+        state.used(cache)
+    else:
+        output[name] = None
+    return output.to_tuple() if return_dict is False else output
+
+
+def _by_name(decoder: nn.Module, args: tuple, kwargs: dict) -> dict:
+    """Return all arguments as keyword arguments."""
+    names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _pop_cache(kwargs: dict) -> Any:
+    """Remove the cache from the arguments, whatever its name, and return it."""
+    given = [kwargs.pop(name, None) for name in CACHE_NAMES]
+    return next((cache for cache in given if cache is not None), None)
+
+
+def _refuse_what_cannot_be_served(decoder: nn.Module, kwargs: dict) -> None:
+    if decoder.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            "omlx_cache: a patched model can't be trained; call model.eval(), or "
+            "omlx_cache.unpatch(model) first"
+        )
+    wanted = kwargs.get("output_attentions")
+    if getattr(decoder.config, "output_attentions", False) if wanted is None else wanted:
+        raise NotImplementedError(
+            "omlx_cache: output_attentions can't be served, paged attention never holds the "
+            "weights; call omlx_cache.unpatch(model) to look at them"
+        )
+
+
+def _check_cache(cache: Any, decoder: nn.Module) -> None:
+    if not isinstance(cache, PagedCache):
+        raise TypeError(
+            f"omlx_cache: the cache of a patched model must be a PagedCache, got "
+            f"{type(cache).__name__}; pass omlx_cache.PagedCache(model), or no cache at all"
+        )
+    layers = decoder.config.num_hidden_layers
+    if len(cache) != layers:
+        raise ValueError(
+            f"omlx_cache: the cache must be made for this model ({layers} layers), got one for "
+            f"{len(cache)} layers; pass omlx_cache.PagedCache(model)"
+        )
+
+
+def _batch_and_columns(kwargs: dict) -> tuple[int, int]:
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if (ids is None) == (embeds is None):
+        raise ValueError("omlx_cache: pass exactly one of input_ids and inputs_embeds")
+    given = ids if embeds is None else embeds
+    return given.shape[0], given.shape[1]
+
+
+def _slice(value: Any, dim: int, first: int, length: int) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.narrow(dim, first, min(length, value.shape[dim] - first))
+
+
+def _join(outputs: list) -> Any:
+    """Concatenate the outputs of the chunks along the columns, into the last one."""
+    joined = outputs[-1]
+    if len(outputs) > 1:
+        joined.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
+        if joined.get("hidden_states") is not None:
+            layers = zip(*(o.hidden_states for o in outputs), strict=True)
+            joined.hidden_states = tuple(torch.cat(parts, 1) for parts in layers)
+    return joined

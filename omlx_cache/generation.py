@@ -1,0 +1,70 @@
+"""``generate`` of a patched model: it builds the paged cache, and refuses another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from omlx_cache.cache import PagedCache
+from omlx_cache.compat import CACHE_NAMES, cache_name
+from omlx_cache.patch_state import state_of
+
+
+def run_generate(
+    model: nn.Module, original: Callable, inputs: Any, generation_config: Any, kwargs: dict
+) -> Any:
+    """Call the model's own ``generate`` with a `PagedCache`.
+
+    Args:
+        model: the patched model.
+        original: its own bound ``generate``.
+        inputs, generation_config, kwargs: what the caller passed.
+
+    Raises:
+        TypeError: for a cache that isn't a `PagedCache`.
+        ValueError: for ``cache_implementation``, or new ids alone without the mask of the chat.
+    """
+    state = state_of(model)
+    config = generation_config or model.generation_config
+    wanted = kwargs.get("cache_implementation") or config.cache_implementation
+    if wanted is not None:
+        raise ValueError(
+            f"omlx_cache: cache_implementation must be None on a patched model, got {wanted!r}; "
+            f"choose the format with omlx_cache.patch(model, cache_bits=...), or unpatch first"
+        )
+    given = {name: kwargs.pop(name, None) for name in CACHE_NAMES}
+    cache = next((c for c in given.values() if c is not None), None)
+    use_cache = kwargs.get("use_cache")
+    use_cache = config.use_cache if use_cache is None else use_cache
+    if cache is None and use_cache is not False:
+        cache = PagedCache.for_patch(state)
+    if cache is not None:
+        if not isinstance(cache, PagedCache):
+            raise TypeError(
+                f"omlx_cache: the cache of a patched model must be a PagedCache, got "
+                f"{type(cache).__name__}; pass omlx_cache.PagedCache(model), or no cache at all"
+            )
+        _check_reuse(cache, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+        kwargs[cache_name(type(model).forward)] = cache
+    try:
+        return original(inputs, generation_config, **kwargs)
+    finally:
+        if cache is not None:
+            state.used(cache)
+
+
+def _check_reuse(cache: PagedCache, ids: torch.Tensor | None, kwargs: dict) -> None:
+    """Refuse ids that transformers would slice wrongly: new ones alone, without the full mask."""
+    past = cache.get_seq_length()
+    mask = kwargs.get("attention_mask")
+    if not past or ids is None or (mask is not None and mask.shape[1] > ids.shape[1]):
+        return
+    if ids.shape[1] <= past:
+        raise ValueError(
+            f"omlx_cache: input_ids must hold the whole chat so far ({past} cached tokens and at "
+            f"least one new one), got {ids.shape[1]}; or pass the new ids with an attention_mask "
+            f"over all {past} + {ids.shape[1]} tokens"
+        )

@@ -1,0 +1,116 @@
+"""Read from a loaded model what the cache must know, or why the model can't be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from omlx_cache.compat import PretrainedConfig, PreTrainedModel, uses_attention_interface
+
+TESTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""``config.model_type`` of the families that the tests compare with the stock model."""
+
+_SERVED_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """Where an attention module sits: ``setattr(parent, name, ...)`` replaces it."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the cache must know about a model.
+
+    Attributes:
+        decoder: the module whose forward runs the layers.
+        sites: its attention modules, in the order of ``layer_idx``.
+        windows: each layer's own window in tokens, itself included; None is full attention.
+        trained_length: tokens that the model was trained for; None when its config doesn't say.
+    """
+
+    decoder: nn.Module
+    sites: tuple[AttentionSite, ...]
+    windows: tuple[int | None, ...]
+    trained_length: int | None
+
+
+def inspect_model(model: PreTrainedModel) -> ModelSpec:
+    """Find the decoder, its attention modules and their windows.
+
+    Raises:
+        NotImplementedError: with the reason, for a model that can't be served right.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+
+    def refuse(reason: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"omlx_cache.patch: {name} (model_type {config.model_type!r}) can't be served: {reason}"
+        )
+
+    if reason := _config_reason(model.config, config):
+        raise refuse(reason)
+    decoder = model.get_decoder()
+    sites = [
+        AttentionSite(parent, child_name, child)
+        for parent in decoder.modules()
+        for child_name, child in parent.named_children()
+        if uses_attention_interface(child)
+    ]
+    indices = [getattr(site.module, "layer_idx", None) for site in sites]
+    expected = list(range(config.num_hidden_layers))
+    if indices != expected:
+        raise refuse(
+            f"expected one attention module per layer that uses transformers' attention interface "
+            f"({config.num_hidden_layers} layers), found layer indices {indices}"
+        )
+    for site in sites:
+        if reason := _module_reason(site.module):
+            raise refuse(reason)
+    trained = getattr(config, "max_position_embeddings", None)
+    return ModelSpec(decoder, tuple(sites), _layer_windows(config), trained)
+
+
+def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
+    """Return why a model of this configuration can't be served; None when it can."""
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder; only decoder-only models have one growing cache"
+    if getattr(text, "kv_lora_rank", None):
+        return "it caches latent vectors (MLA), not keys and values"
+    if not getattr(text, "is_causal", True):
+        return "its attention is not causal"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "it caps its attention scores (attn_logit_softcapping), which the kernels don't yet"
+    if getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", 0):
+        return "its layers share keys and values"
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - set(_SERVED_LAYERS))
+    if other:
+        return f"it has layers of type {', '.join(other)}; served are {', '.join(_SERVED_LAYERS)}"
+    return None
+
+
+def _module_reason(module: nn.Module) -> str | None:
+    """Return why this attention module can't be served; None when it can."""
+    head_dim = getattr(module, "head_dim", None)
+    if head_dim is None or head_dim > 256:
+        return f"head_dim must be at most 256, got {head_dim}"
+    if getattr(module, "sinks", None) is not None:
+        return "it has learned attention sinks, which the kernels don't know yet"
+    if not getattr(module, "is_causal", True):
+        return "its attention is not causal"
+    return None
+
+
+def _layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return each layer's own window from the configuration."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

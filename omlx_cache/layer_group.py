@@ -1,0 +1,209 @@
+"""The layers of a model that see the same window, and the rows that they share.
+
+A block holds its tokens' keys and values for every layer of a group, so allocation, ageing and
+release are decided once a step for all of them. Most models have one group; models that mix
+window layers and full layers have two, and the window layers' blocks leave on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from omlx_cache.block_allocator import BlockAllocator
+from omlx_cache.block_pool import reopen_block
+from omlx_cache.plan import StepPlan
+from omlx_cache.sequences import Geometry, Sequence, StoredBlock
+from omlx_kernels.errors import OutOfBlocksError
+from omlx_kernels.layout import BLOCK_TIERS, Tier
+
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedLayer
+
+
+class LayerGroup:
+    """Rows, allocators and the step in progress of the layers that share a window.
+
+    Args:
+        geometry: block arithmetic with the group's window.
+        keep_sinks: whether sink tokens stay visible outside the window.
+        quantize: whether blocks older than the recent tokens become 8-bit.
+        max_blocks: bound on the blocks in use; None is no bound.
+        blocks_per_split: see `omlx_cache.tables.tables_of_rows`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        keep_sinks: bool,
+        quantize: bool,
+        max_blocks: int | None,
+        blocks_per_split: int,
+    ) -> None:
+        self.geometry, self.keep_sinks, self.quantize = geometry, keep_sinks, quantize
+        self.blocks_per_split = blocks_per_split
+        self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
+        self.pages = BlockAllocator([Tier.SINK])
+        self.rows: list[Sequence] = []
+        self.layers: list[PagedLayer] = []
+        self.step: StepPlan | None = None
+
+    def capacity(self) -> dict[Tier, int]:
+        """Return the blocks (pages) of each tier that the layers' tensors must hold."""
+        capacity = {tier: self.blocks.capacity(tier) for tier in BLOCK_TIERS}
+        return {Tier.SINK: self.pages.capacity(Tier.SINK), **capacity}
+
+    def require(self, steps: SequenceType[SequenceType[int]]) -> None:
+        """Check that several steps in a row will find the blocks that they need.
+
+        Args:
+            steps: for each step, the new tokens of each row.
+
+        Raises:
+            OutOfBlocksError: when they will not; nothing is changed.
+        """
+        free = self.blocks.num_free
+        if free is None:
+            return
+        lengths = [row.length for row in self.rows]
+        first = [self._first_live(row) for row in self.rows]
+        needed, worst = 0, 0
+        for new_tokens in steps:
+            before = lengths
+            lengths = [n + new for n, new in zip(before, new_tokens, strict=True)]
+            needed += sum(
+                self.geometry.num_blocks(after) - self.geometry.num_blocks(old)
+                for old, after in zip(before, lengths, strict=True)
+            )
+            worst = max(worst, needed)
+            released = [max(f, self.geometry.num_released(n)) for f, n in zip(first, lengths)]
+            needed -= sum(r - f for r, f in zip(released, first))
+            first = released
+        if worst > free:
+            raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
+
+    def _first_live(self, row: Sequence) -> int:
+        """Return the number of blocks that the row has already released."""
+        return self.geometry.num_blocks(row.length) - len(row.blocks)
+
+    def begin(self, new_tokens: list[int], valid: np.ndarray | None) -> None:
+        """Plan a step; see `StepPlan`, which raises OutOfBlocksError without changing anything."""
+        self.step = StepPlan(
+            self.rows,
+            new_tokens,
+            valid,
+            geometry=self.geometry,
+            blocks=self.blocks,
+            pages=self.pages,
+            quantize=self.quantize,
+            blocks_per_split=self.blocks_per_split,
+        )
+
+    def commit(self) -> None:
+        """Finish the step in progress, and give back the memory that it freed."""
+        self.step.commit()
+        self._end()
+
+    def rollback(self) -> None:
+        """Undo the step in progress."""
+        self.step.rollback()
+        self._end()
+
+    def _end(self) -> None:
+        self.step = None
+        self.fit_layers()
+
+    def fit_layers(self) -> None:
+        """Shrink or grow the tensors of the layers that exist to what the allocators say."""
+        capacity = self.capacity()
+        for layer in self.layers:
+            if layer.pool is not None:
+                layer.pool.fit(capacity)
+
+    def select(self, indices: SequenceType[int]) -> None:
+        """Make row ``i`` a holder of what row ``indices[i]`` held; rows not named let go."""
+        chosen = [self.rows[i] for i in indices]
+        for row in chosen:
+            for block in row.blocks:
+                self.blocks.share(block.tier, block.index)
+            if row.sink_page is not None:
+                self.pages.share(Tier.SINK, row.sink_page)
+        old = self.rows
+        self.rows = [Sequence(row.length, row.sink_page, list(row.blocks)) for row in chosen]
+        for row in old:
+            self._let_go(row.blocks, row.sink_page)
+        self.blocks.trim()
+        self.pages.trim()
+        self.fit_layers()
+
+    def clear(self) -> None:
+        """Release every row."""
+        self.select([])
+
+    def check_crop(self, removed: SequenceType[int]) -> None:
+        """Check that each row can lose its last ``removed`` tokens.
+
+        Raises:
+            ValueError: when a shorter row's window reaches back to blocks that were released.
+            OutOfBlocksError: when the blocks that must be re-opened don't fit.
+        """
+        for i, (row, count) in enumerate(zip(self.rows, removed, strict=True)):
+            if self._first_live(row) > self.geometry.num_released(row.length - count):
+                raise ValueError(
+                    f"crop: row {i} must keep what its window of {self.geometry.window_size} "
+                    f"tokens sees, got {count} tokens to remove after older blocks were released"
+                )
+        cut = [
+            self._cut_block(row, row.length - count)
+            for row, count in zip(self.rows, removed, strict=True)
+        ]
+        self.blocks.require(
+            sum(b is not None and self.blocks.refs(b.tier, b.index) > 1 for b in cut)
+        )
+
+    def _cut_block(self, row: Sequence, length: int) -> StoredBlock | None:
+        """Return the quantized block of ``row`` in which a sequence of ``length`` would end."""
+        end = self.geometry.block_size
+        for block in reversed(row.blocks):
+            if block.start < length < block.start + end:
+                return None if block.tier is Tier.HOT else block
+        return None
+
+    def crop(self, removed: SequenceType[int]) -> None:
+        """Remove each row's last tokens; a quantized block that is cut is re-opened as hot."""
+        for row, count in zip(self.rows, removed, strict=True):
+            row.length -= count
+            self._let_go([b for b in row.blocks if b.start >= row.length], None)
+            row.blocks = [b for b in row.blocks if b.start < row.length]
+            if not row.length and row.sink_page is not None:
+                self._let_go([], row.sink_page)
+                row.sink_page = None
+            cut = self._cut_block(row, row.length)
+            if cut is not None:
+                row.blocks[-1] = self._reopen(cut)
+        self.blocks.trim()
+        self.pages.trim()
+        self.fit_layers()
+
+    def _reopen(self, block: StoredBlock) -> StoredBlock:
+        """Turn one holder's share of a quantized block into a hot block of its own."""
+        shared = self.blocks.refs(block.tier, block.index) > 1
+        if shared:
+            (index,) = self.blocks.allocate(Tier.HOT, 1)
+        else:
+            index = self.blocks.begin_replace(block.tier, block.index, Tier.HOT)
+        self.fit_layers()
+        for layer in self.layers:
+            if layer.pool is not None:
+                reopen_block(layer.pool.blocks, block.index, index)
+        self._let_go([block], None)
+        return StoredBlock(block.start, Tier.HOT, index)
+
+    def _let_go(self, blocks: list[StoredBlock], sink_page: int | None) -> None:
+        for block in blocks:
+            self.blocks.release(block.tier, block.index)
+        if sink_page is not None:
+            self.pages.release(Tier.SINK, sink_page)

@@ -1,0 +1,89 @@
+"""What `patch` leaves on a model: enough to run it, to build caches for it, and to undo it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from omlx_cache.config import CacheConfig
+from omlx_cache.inspection import ModelSpec
+from omlx_cache.unwrap import unwrap
+
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
+    from omlx_cache.report import CacheReport
+
+_ATTRIBUTE = "_omlx_patch"
+
+
+@dataclass
+class PatchState:
+    """The patch of one model.
+
+    Attributes:
+        config: configuration of the caches that the model builds from now on.
+        spec: what was read from the model.
+        attn_implementations: (configuration object, its attention implementation before).
+        methods: (module, method name, the instance attribute before or None) replaced.
+        last_cache: the cache that the model used last, while it lives.
+        last_report: that cache's last snapshot, which outlives it.
+    """
+
+    config: CacheConfig
+    spec: ModelSpec
+    attn_implementations: list[tuple[Any, str | None]] = field(default_factory=list)
+    methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    last_cache: weakref.ref[PagedCache] | None = None
+    last_report: CacheReport | None = None
+
+    def used(self, cache: PagedCache) -> None:
+        """Remember ``cache`` as the last one, without keeping it alive."""
+        self.last_cache = weakref.ref(cache)
+        self.last_report = cache.report()
+
+    def __deepcopy__(self, memo: dict) -> PatchState:
+        """Copy for a copied model; caches of the original are not the copy's."""
+        copied = memo[id(self)] = PatchState(self.config, None)  # the modules refer back to it
+        copied.spec = copy.deepcopy(self.spec, memo)
+        copied.attn_implementations = copy.deepcopy(self.attn_implementations, memo)
+        copied.methods = copy.deepcopy(self.methods, memo)
+        return copied
+
+
+def find_state(model: nn.Module) -> PatchState | None:
+    """Return the patch of ``model`` (or of the model inside a wrapper); None if it has none."""
+    return attached_state(unwrap(model))
+
+
+def attached_state(module: nn.Module) -> PatchState | None:
+    """Return the patch that is attached to this very module (a causal LM, or its decoder)."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def attach_state(module: nn.Module, state: PatchState) -> None:
+    """Attach ``state`` to a module."""
+    module.__dict__[_ATTRIBUTE] = state
+
+
+def detach_state(module: nn.Module) -> None:
+    """Remove what `attach_state` attached."""
+    del module.__dict__[_ATTRIBUTE]
+
+
+def state_of(model: nn.Module) -> PatchState:
+    """Return the patch of ``model``.
+
+    Raises:
+        ValueError: when it is not patched.
+    """
+    state = find_state(model)
+    if state is None:
+        raise ValueError(
+            f"omlx_cache: the model must be patched, got an unpatched {type(model).__name__}; "
+            f"call omlx_cache.patch(model) first"
+        )
+    return state

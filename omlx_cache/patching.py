@@ -1,0 +1,169 @@
+"""`patch`, `unpatch`, `patched`: put the paged cache into a loaded model, and take it out again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from omlx_cache.attention import ATTENTION_NAME, PagedAttention
+from omlx_cache.cache import PagedCache
+from omlx_cache.config import CacheConfig, check_model_bits
+from omlx_cache.decoder import run_decoder
+from omlx_cache.generation import run_generate
+from omlx_cache.inspection import inspect_model
+from omlx_cache.patch_state import (
+    PatchState,
+    attach_state,
+    attached_state,
+    detach_state,
+    find_state,
+    state_of,
+)
+from omlx_cache.report import CacheReport
+from omlx_cache.unwrap import gptq_bits, unwrap
+
+Model = TypeVar("Model")
+
+
+def patch(
+    model: Model,
+    config: CacheConfig | Mapping[str, Any] | str | os.PathLike | None = None,
+    **overrides: Any,
+) -> Model:
+    """Replace the KV cache and the attention of a loaded model by the paged ones.
+
+    Args:
+        model: a causal language model of transformers, plain or wrapped by GPTQModel, auto-gptq
+            or PEFT. Patching a patched model replaces its configuration.
+        config: a `CacheConfig`, a dict, or the path of a YAML file; None is the default.
+        **overrides: configuration keys that win over ``config``, e.g. ``window_size=1024``.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: for a wrong configuration, or ``model_bits`` that contradict the model.
+        NotImplementedError: with the reason, for a model or a setting that can't be served.
+
+    Mutates:
+        The model's attention modules, and ``forward`` of its decoder and ``generate`` of the
+        model; nothing else, and nothing at all when it raises. `unpatch` undoes it.
+    """
+    cache_config = CacheConfig.resolve(config, **overrides)
+    inner = unwrap(model)
+    check_model_bits(cache_config, gptq_bits(model))
+    state = find_state(inner)
+    if state is not None:
+        state.config = cache_config
+        return model
+    state = PatchState(cache_config, inspect_model(inner))
+    for site in state.spec.sites:
+        setattr(site.parent, site.name, PagedAttention(site.module))
+    configs = [
+        inner.config,
+        state.spec.decoder.config,
+        *(s.module.config for s in state.spec.sites),
+    ]
+    for owner in {id(c): c for c in configs}.values():
+        state.attn_implementations.append((owner, owner._attn_implementation))
+        owner._attn_implementation = ATTENTION_NAME
+    _replace_method(state, state.spec.decoder, "forward", _decoder_forward)
+    _replace_method(state, inner, "generate", _generate)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Put the original attention, forward and generate back; return ``model``.
+
+    Does nothing to a model that isn't patched.
+    """
+    inner = unwrap(model)
+    state = find_state(inner)
+    if state is None:
+        return model
+    for site in state.spec.sites:
+        setattr(site.parent, site.name, site.module)
+    for owner, implementation in state.attn_implementations:
+        owner._attn_implementation = implementation
+    for module, name, before in state.methods:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+        detach_state(module)
+    return model
+
+
+@contextmanager
+def patched(
+    model: Model,
+    config: CacheConfig | Mapping[str, Any] | str | os.PathLike | None = None,
+    **overrides: Any,
+) -> Iterator[Model]:
+    """Patch a model for the length of a ``with`` block; see `patch`.
+
+    A model that was patched before gets its former configuration back.
+    """
+    before = find_state(model)
+    former = before.config if before is not None else None
+    patch(model, config, **overrides)
+    try:
+        yield model
+    finally:
+        if former is None:
+            unpatch(model)
+        else:
+            patch(model, former)
+
+
+def report(model_or_cache: Any) -> CacheReport:
+    """Say what a cache holds now.
+
+    Args:
+        model_or_cache: a `PagedCache`, or a patched model: then the cache that it used last, as
+            it is, or as it was at the end of its last call when it is gone.
+
+    Raises:
+        ValueError: when the model is not patched, or has not used a cache yet.
+    """
+    if isinstance(model_or_cache, PagedCache):
+        return model_or_cache.report()
+    state = state_of(model_or_cache)
+    cache = state.last_cache() if state.last_cache is not None else None
+    if cache is not None:
+        return cache.report()
+    if state.last_report is None:
+        raise ValueError(
+            "omlx_cache.report: the model must have used its cache, got a patched model that has "
+            "not run yet; call model.generate(...) first, or pass a PagedCache"
+        )
+    return state.last_report
+
+
+def _replace_method(state: PatchState, module: nn.Module, name: str, function: Callable) -> None:
+    """Shadow a method by an instance attribute, and remember what stood there."""
+    state.methods.append((module, name, module.__dict__.get(name)))
+    module.__dict__[name] = MethodType(function, module)
+    attach_state(module, state)
+
+
+def _original(owner: nn.Module, name: str) -> Callable:
+    """Return the method that the patch shadows on ``owner``."""
+    methods = attached_state(owner).methods
+    before = next(b for module, n, b in methods if module is owner and n == name)
+    return before if before is not None else getattr(type(owner), name).__get__(owner)
+
+
+def _decoder_forward(self: nn.Module, *args, **kwargs):
+    """Stand in for the decoder's forward."""
+    return run_decoder(attached_state(self), _original(self, "forward"), args, kwargs)
+
+
+def _generate(self: nn.Module, inputs=None, generation_config=None, **kwargs):
+    """Stand in for the model's generate."""
+    return run_generate(self, _original(self, "generate"), inputs, generation_config, kwargs)

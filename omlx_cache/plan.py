@@ -1,0 +1,233 @@
+"""One step of one layer group as a transaction: planned on the host, then committed or undone.
+
+While a step runs, the rows of the group are as they were: new tokens go to slots that no table
+lists yet, converted blocks go to ids that no table lists yet, and what leaves is released only by
+`StepPlan.commit`. So `StepPlan.rollback` (an interrupt, an error in some layer) restores the
+cache exactly, whichever layers had already run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from omlx_cache.block_allocator import BlockAllocator
+from omlx_cache.sequences import Geometry, Sequence, StoredBlock
+from omlx_cache.tables import send, sink_slots_of_row, slots_of_row, tables_of_rows
+from omlx_kernels.layout import Tier
+from omlx_kernels.metadata import AttentionMetadata
+
+
+@dataclass
+class DeviceTables:
+    """A step's tensors on one device.
+
+    Attributes:
+        meta: tables for `paged_attention`.
+        slots: [num_tokens] int64, hot slots; padding and sinks are -1.
+        sink_slots: the same for the sink pages; None when no new token is a sink.
+        token_index: [num_queries] int64 rows of the flattened batch that hold real tokens; None
+            when all do.
+        convert: int32 ids (hot, 8-bit) of the blocks that age in this step; None when none does.
+    """
+
+    meta: AttentionMetadata
+    slots: torch.Tensor
+    sink_slots: torch.Tensor | None
+    token_index: torch.Tensor | None
+    convert: tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclass
+class RowPlan:
+    """What a step does to one sequence."""
+
+    sequence: Sequence
+    new_tokens: int
+    blocks: list[StoredBlock] = field(default_factory=list)  # during the step
+    taken: list[StoredBlock] = field(default_factory=list)  # allocated for the step
+    given_up: list[StoredBlock] = field(default_factory=list)  # shared ones, copied on write
+    sink_page: int | None = None
+    old_sink_page: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens after the step."""
+        return self.sequence.length + self.new_tokens
+
+
+class StepPlan:
+    """Plan a step: allocate what it needs, decide what ages and what leaves.
+
+    Args:
+        rows: the group's sequences.
+        new_tokens: real tokens that each row gets.
+        valid: [rows, columns] bool, which columns of the step are real tokens; None: all.
+        geometry: the group's block arithmetic.
+        blocks: allocator of the block tiers.
+        pages: allocator of the sink pages (space ``Tier.SINK``).
+        quantize: whether blocks older than the recent tokens become 8-bit.
+        blocks_per_split: see `tables_of_rows`.
+
+    Raises:
+        OutOfBlocksError: when the step needs more blocks than are free; nothing is changed.
+    """
+
+    def __init__(
+        self,
+        rows: list[Sequence],
+        new_tokens: list[int],
+        valid: np.ndarray | None,
+        *,
+        geometry: Geometry,
+        blocks: BlockAllocator,
+        pages: BlockAllocator,
+        quantize: bool,
+        blocks_per_split: int,
+    ) -> None:
+        self.geometry, self.valid = geometry, valid
+        self._blocks, self._pages = blocks, pages
+        self._blocks_per_split = blocks_per_split
+        self._devices: dict[torch.device, DeviceTables] = {}
+        self.rows = [RowPlan(row, n) for row, n in zip(rows, new_tokens, strict=True)]
+        starts = [
+            geometry.new_starts(row.length, n) for row, n in zip(rows, new_tokens, strict=True)
+        ]
+        shared = [self._shared_tail(row) for row in self.rows]
+        blocks.require(sum(map(len, starts)) + sum(tail is not None for tail in shared))
+        self.copies: list[tuple[int, int]] = []
+        self.page_copies: list[tuple[int, int]] = []
+        for row, row_starts, tail in zip(self.rows, starts, shared, strict=True):
+            self._extend(row, row_starts, tail)
+        self.conversions = self._age() if quantize else {}
+
+    def _shared_tail(self, row: RowPlan) -> StoredBlock | None:
+        """Return the row's partial block when others hold it too: writing needs a copy."""
+        stored = row.sequence.blocks
+        if not row.new_tokens or not stored:
+            return None
+        tail = stored[-1]
+        partial = tail.start + self.geometry.block_size > row.sequence.length
+        return tail if partial and self._blocks.refs(tail.tier, tail.index) > 1 else None
+
+    def _extend(self, row: RowPlan, starts: range, tail: StoredBlock | None) -> None:
+        row.blocks = list(row.sequence.blocks)
+        if tail is not None:
+            (index,) = self._blocks.allocate(Tier.HOT, 1)
+            self.copies.append((tail.index, index))
+            row.given_up.append(tail)
+            row.blocks[-1] = StoredBlock(tail.start, Tier.HOT, index)
+            row.taken.append(row.blocks[-1])
+        for start, index in zip(starts, self._blocks.allocate(Tier.HOT, len(starts)), strict=True):
+            row.blocks.append(StoredBlock(start, Tier.HOT, index))
+            row.taken.append(row.blocks[-1])
+        row.sink_page = row.old_sink_page = row.sequence.sink_page
+        if not self.geometry.sink_tokens or not row.new_tokens:
+            return
+        writes_sinks = row.sequence.length < self.geometry.sink_tokens
+        if row.sink_page is None:
+            (row.sink_page,) = self._pages.allocate(Tier.SINK, 1)
+        elif writes_sinks and self._pages.refs(Tier.SINK, row.sink_page) > 1:
+            (row.sink_page,) = self._pages.allocate(Tier.SINK, 1)
+            self.page_copies.append((row.old_sink_page, row.sink_page))
+
+    def _age(self) -> dict[int, int]:
+        """Give the hot blocks that leave the recent range of every holder an 8-bit id."""
+        wanted: dict[int, int] = {}
+        for row in self.rows:
+            for block in row.blocks:
+                if block.tier is Tier.HOT and self._stays_and_ages(block, row.length):
+                    wanted[block.index] = wanted.get(block.index, 0) + 1
+        return {
+            index: self._blocks.begin_replace(Tier.HOT, index, Tier.K8V8)
+            for index, holders in wanted.items()
+            if holders == self._blocks.refs(Tier.HOT, index)
+        }
+
+    def _stays_and_ages(self, block: StoredBlock, length: int) -> bool:
+        leaves = self.geometry.is_released(block, length)
+        return self.geometry.has_aged(block, length) and not leaves
+
+    def commit(self) -> None:
+        """Make the step's result the state of the rows, and release what left."""
+        for row in self.rows:
+            kept = []
+            for block in row.blocks:
+                if self.geometry.is_released(block, row.length):
+                    self._blocks.release(block.tier, block.index)
+                elif block.tier is Tier.HOT and block.index in self.conversions:
+                    kept.append(StoredBlock(block.start, Tier.K8V8, self.conversions[block.index]))
+                    self._blocks.release(Tier.HOT, block.index)
+                else:
+                    kept.append(block)
+            for block in row.given_up:
+                self._blocks.release(block.tier, block.index)
+            if row.old_sink_page not in (None, row.sink_page):
+                self._pages.release(Tier.SINK, row.old_sink_page)
+            sequence = row.sequence
+            sequence.length, sequence.sink_page, sequence.blocks = row.length, row.sink_page, kept
+        self._blocks.trim()
+        self._pages.trim()
+
+    def rollback(self) -> None:
+        """Release everything that the step took; the rows were never touched."""
+        for new in self.conversions.values():
+            while self._blocks.refs(Tier.K8V8, new):
+                self._blocks.release(Tier.K8V8, new)
+        for row in self.rows:
+            for block in row.taken:
+                self._blocks.release(block.tier, block.index)
+            if row.sink_page != row.old_sink_page:
+                self._pages.release(Tier.SINK, row.sink_page)
+        self._blocks.trim()
+        self._pages.trim()
+
+    def tables(self, device: torch.device) -> DeviceTables:
+        """Return the step's tensors on ``device``, sent there on first use."""
+        if device not in self._devices:
+            self._devices[device] = self._build_tables(device)
+        return self._devices[device]
+
+    def _build_tables(self, device: torch.device) -> DeviceTables:
+        arrays = tables_of_rows(
+            [row.blocks for row in self.rows],
+            [row.sink_page for row in self.rows],
+            [row.length for row in self.rows],
+            [row.new_tokens for row in self.rows],
+            self._blocks_per_split,
+        )
+        names = list(arrays)
+        if self.conversions:
+            arrays["convert_from"] = np.array(list(self.conversions), np.int32)
+            arrays["convert_to"] = np.array(list(self.conversions.values()), np.int32)
+        ints = send(arrays, device)
+        longs = send(self._token_arrays(), device)
+        meta = AttentionMetadata(
+            **{name: ints[name] for name in names},
+            max_query_len=max((row.new_tokens for row in self.rows), default=0),
+        )
+        convert = (ints["convert_from"], ints["convert_to"]) if self.conversions else None
+        return DeviceTables(
+            meta, longs["slots"], longs.get("sink_slots"), longs.get("token_index"), convert
+        )
+
+    def _token_arrays(self) -> dict[str, np.ndarray]:
+        """Build the int64 arrays that are indexed by token."""
+        geometry = self.geometry
+        slots, sinks = [], []
+        for row in self.rows:
+            old, new = row.sequence.length, row.new_tokens
+            slots.append(slots_of_row(row.blocks, geometry, old, new))
+            sinks.append(sink_slots_of_row(row.sink_page, geometry.sink_tokens, old, new))
+        arrays = {"slots": np.concatenate(slots), "sink_slots": np.concatenate(sinks)}
+        if (arrays["sink_slots"] < 0).all():
+            del arrays["sink_slots"]
+        if self.valid is not None:
+            index = np.flatnonzero(self.valid)
+            for name, packed in arrays.items():
+                arrays[name] = np.full(self.valid.size, -1, np.int64)
+                arrays[name][index] = packed
+            arrays["token_index"] = index
+        return arrays

@@ -1,0 +1,83 @@
+"""What a sequence has stored, and the arithmetic of its blocks: pure Python, no tensors.
+
+Positions count a sequence's real tokens from 0. With ``S = sink_tokens`` and ``B = block_size``::
+
+    position   0 .. S-1    S .. S+B-1    S+B .. S+2B-1    ...
+    stored in  sink page   block 0       block 1          ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omlx_kernels.layout import Tier
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """Where the ``block_size`` tokens from position ``start`` on are: physical block of a tier."""
+
+    start: int
+    tier: Tier
+    index: int
+
+
+@dataclass
+class Sequence:
+    """One row of the cache.
+
+    Attributes:
+        length: tokens stored so far, sinks included, padding excluded.
+        sink_page: physical sink page; None before the first token, or without sinks.
+        blocks: live blocks in the order of their positions.
+    """
+
+    length: int = 0
+    sink_page: int | None = None
+    blocks: list[StoredBlock] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How positions map to blocks, and when a block ages or leaves.
+
+    Args:
+        block_size: tokens a block holds.
+        sink_tokens: tokens that live in the sink page.
+        window_size: keys that a query sees, itself included; None is all.
+        recent_tokens: the newest tokens, which stay in the model's dtype.
+    """
+
+    block_size: int
+    sink_tokens: int
+    window_size: int | None
+    recent_tokens: int
+
+    def num_blocks(self, length: int) -> int:
+        """Blocks that ``length`` tokens have filled or begun."""
+        return -(-max(0, length - self.sink_tokens) // self.block_size)
+
+    def new_starts(self, length: int, new_tokens: int) -> range:
+        """Starts of the blocks that ``new_tokens`` more tokens begin."""
+        first, last = self.num_blocks(length), self.num_blocks(length + new_tokens)
+        origin, size = self.sink_tokens, self.block_size
+        return range(origin + first * size, origin + last * size, size)
+
+    def num_released(self, length: int) -> int:
+        """Blocks, from the first on, that no query at position ``length`` or later can see.
+
+        A query at ``p`` sees positions ``> p - window_size``, so the block that ends at position
+        ``e`` is out of sight when ``e <= length - window_size``.
+        """
+        if self.window_size is None:
+            return 0
+        return max(0, (length - self.window_size - self.sink_tokens + 1) // self.block_size)
+
+    def is_released(self, block: StoredBlock, length: int) -> bool:
+        """Whether no query at position ``length`` or later can see ``block``."""
+        released = self.num_released(length) * self.block_size
+        return block.start < self.sink_tokens + released
+
+    def has_aged(self, block: StoredBlock, length: int) -> bool:
+        """Whether ``block`` is full and older than the recent tokens at ``length`` tokens."""
+        return block.start + self.block_size <= length - self.recent_tokens
