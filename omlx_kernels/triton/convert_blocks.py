@@ -59,7 +59,7 @@ def _convert_k8v8_kernel(
     dst = tl.load(dst_ids_ptr + tl.program_id(0)).to(tl.int64) * KV_HEADS + head
     offs_n = tl.arange(0, QUANT_GROUP)
     offs_d = tl.arange(0, BLOCK_D)
-    mask = tile_mask(offs_n < offs_d, HEAD_DIM, BLOCK_D)
+    mask = tile_mask(offs_n < QUANT_GROUP, offs_d, HEAD_DIM, BLOCK_D)
     inner = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
     src_row = src * BLOCK_SIZE + group * QUANT_GROUP
     dst_row = dst * BLOCK_SIZE + group * QUANT_GROUP
