@@ -8,8 +8,8 @@ from omlx_kernels.layout import LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.triton.append_kv import append_kv
 from omlx_kernels.triton.convert_blocks import convert_blocks
-from omlx_kernels.triton.paged_decode import paged_decode
-from omlx_kernels.triton.paged_extend import paged_extend
+from omlx_kernels.triton.decode import paged_decode
+from omlx_kernels.triton.extend import paged_extend
 
 __all__ = ["append_kv", "convert_blocks", "paged_attention"]
 

@@ -45,7 +45,7 @@ def current_target() -> tuple[str, int | str]:
 @lru_cache(maxsize=None)
 def block_d(head_dim: int) -> int:
     """Return the channels of a tile: head_dim padded to a power of two that a dot accepts."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(32, triton.next_power_of_2(head_dim))
 
 
 @lru_cache(maxsize=None)
@@ -88,46 +88,59 @@ def tile_mask(rows, offs_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def dequantize_k8(codes, scale, zero, DTYPE: tl.constexpr):
-    """Turn uint8 key codes [tokens, channels] into ``code * scale + zero`` in registers."""
-    k = unsigned_to_float(codes, DTYPE)
-    return k * scale.to(DTYPE)[None, :] + zero.to(DTYPE)[None, :]
+def unpack_u8(words, DTYPE: tl.constexpr):
+    """Split int16 words of two uint8 codes into the low and the high ones (even, odd channels).
 
-
-@triton.jit
-def unsigned_to_float(codes, DTYPE: tl.constexpr):
-    """Turn uint8 into float16 without a conversion instruction, or into float32 with one.
-
-    As a float16 the bits ``0x6400 | code`` read 1024 + code, exactly.
+    As a float16 the bits ``0x6400 | code`` read 1024 + code, exactly: no conversion instruction.
     """
+    bits = words.to(tl.uint16, bitcast=True)
     if DTYPE == tl.float16:
-        bits = codes.to(tl.uint16) | 0x6400
-        x = bits.to(tl.float16, bitcast=True) - 1024.0
+        low = ((bits & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+        high = ((bits >> 8) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
     else:
-        x = codes.to(DTYPE)
-    return x
+        low = (bits & 0xFF).to(DTYPE)
+        high = (bits >> 8).to(DTYPE)
+    return low, high
 
 
 @triton.jit
-def signed_to_float(codes, DTYPE: tl.constexpr):
-    """Turn int8 into float16 without a conversion instruction, or into float32 with one."""
+def unpack_s8(words, DTYPE: tl.constexpr):
+    """Split int16 words of two int8 codes like `unpack_u8`; ``code ^ 0x80`` is code + 128."""
     if DTYPE == tl.float16:
-        shifted = codes.to(tl.uint8, bitcast=True) ^ 0x80  # code + 128
-        bits = shifted.to(tl.uint16) | 0x6400
-        x = bits.to(tl.float16, bitcast=True) - 1152.0
+        bits = words.to(tl.uint16, bitcast=True) ^ 0x8080
+        low = ((bits & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+        high = ((bits >> 8) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
     else:
-        x = codes.to(DTYPE)
-    return x
+        low = ((words << 8) >> 8).to(DTYPE)
+        high = (words >> 8).to(DTYPE)
+    return low, high
 
 
 @triton.jit
-def online_softmax(scores, m_i):
-    """Advance the running maximum over a tile of base-2 scores; masked scores are -inf.
+def unpack_halves(words, DTYPE: tl.constexpr):
+    """Split int32 words of two float16 into the low and the high ones (even, odd channels)."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
+def rough_log2(x):
+    """Return log2 of positive float32 numbers, up to .09 too low, in two instructions."""
+    return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608.0) - 127.0
+
+
+@triton.jit
+def online_softmax(scores, weights, m_i):
+    """Advance the running maximum of ``weights`` over a tile of base-2 scores.
+
+    ``weights`` are the scores, or scores plus the log2 of what p is to be multiplied by. Masked
+    entries of both are -inf.
 
     Returns:
         p = 2**(scores - m), the factor that brings older sums to the new maximum, and the new
-        maximum. Rows that have seen no key yet keep m = -inf, p = 0 and no NaN.
+        maximum m. Rows that have seen no key yet keep m = -inf, p = 0 and no NaN.
     """
-    m_new = tl.maximum(m_i, tl.max(scores, 1))
+    m_new = tl.maximum(m_i, tl.max(weights, 1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     return tl.exp2(scores - m_safe[:, None]), tl.exp2(m_i - m_safe), m_new

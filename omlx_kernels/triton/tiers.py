@@ -10,10 +10,14 @@ row_pos[i]``. Keys outside ``[key_first, key_stop)`` are seen by no row: their l
 off (no traffic, and poisoned memory reads as 0). One plain loop a tier, no branch inside: a branch
 would end the asynchronous copies.
 
-K8V8 keys become float16 (float32 for a float32 model) in registers. The value scale moves into the
-softmax: with w_t = s_t + log2(scale_t), 2**(w_t - m_i) is the probability times the scale,
-at most 1, so that it keeps float16's precision however small the values are.
-For the same reason the quantized tiers come before the others within one accumulator.
+K8V8 keys become float16 (float32 for a float32 model) in registers. The value scale multiplies p, not
+V, and m_i is the maximum of s_t + log2(scale_t): then p * scale is at most about 1, and keeps
+float16's precision however small the values are. For the same reason the quantized tiers come
+before the others within one accumulator.
+
+K8V8 codes are read as int16 words of two channels (their scales as int32 words), and even and odd
+channels take part as two dots: 16-bit elements go through 128-bit asynchronous copies and ldmatrix,
+where bytes would be fetched one by one, and both halves of a word unpack in place.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ import triton
 import triton.language as tl
 
 from omlx_kernels.triton.common import (
-    dequantize_k8,
     dot,
     narrow,
     online_softmax,
-    signed_to_float,
+    rough_log2,
     tile_mask,
+    unpack_halves,
+    unpack_s8,
+    unpack_u8,
 )
 
 
@@ -62,10 +68,8 @@ def visible_tiles(
 
 
 @triton.jit
-def _scores(q, k, key_pos, row_pos, window_size, sm_scale_log2, kept):
-    """Return base-2 scores [BLOCK_M, BLOCK_N], -inf where the row does not see the key."""
-    zero = tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32)
-    scores = dot(q, tl.trans(k), zero) * sm_scale_log2
+def _mask_scores(scores, key_pos, row_pos, window_size, kept):
+    """Set the scores [BLOCK_M, BLOCK_N] of keys that the row does not see to -inf."""
     distance = row_pos[:, None] - key_pos[None, :]
     visible = (distance >= 0) & ((distance < window_size) | kept)
     return tl.where(visible, scores, float("-inf"))
@@ -88,8 +92,9 @@ def attend_float_tile(
 ):
     """Attend to one tile of keys and values in the model's dtype."""
     k = tl.load(k_ptrs, mask=mask, other=0.0)
-    scores = _scores(q, k, key_pos, row_pos, window_size, sm_scale_log2, kept)
-    p, alpha, m_i = online_softmax(scores, m_i)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+    scores = _mask_scores(scores * sm_scale_log2, key_pos, row_pos, window_size, kept)
+    p, alpha, m_i = online_softmax(scores, scores, m_i)
     l_i = l_i * alpha + tl.sum(p, 1)
     v = tl.load(v_ptrs, mask=mask, other=0.0)
     acc = dot(narrow(p, v.dtype), v, acc * alpha[:, None])
@@ -204,9 +209,6 @@ def attend_hot_tiles(
 @triton.jit
 def attend_k8v8_tiles(
     q,
-    acc,
-    m_i,
-    l_i,
     k8v8,
     table_ptr,
     starts_ptr,
@@ -224,14 +226,26 @@ def attend_k8v8_tiles(
     BLOCK_D: tl.constexpr,
     QUANT_GROUP: tl.constexpr,
 ):
-    """Attend to a run of tiles of K8V8 blocks; a tile is one quantization group of keys."""
+    """Attend to a run of tiles of K8V8 blocks, as the first tier; a tile is one group of keys."""
     k_ptr, v_ptr, k_scale_ptr, k_zero_ptr, v_scale_ptr = k8v8
+    k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    k_scale_ptr = k_scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    k_zero_ptr = k_zero_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     DTYPE: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_W: tl.constexpr = BLOCK_D // 2
+    WORDS: tl.constexpr = HEAD_DIM // 2
     TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
     q = narrow(q.to(tl.float32), DTYPE)
+    q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_W, 2]))
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc_even = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     offs_n = tl.arange(0, QUANT_GROUP)
-    offs_d = tl.arange(0, BLOCK_D)
-    inner = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+    offs_w = tl.arange(0, BLOCK_W)
+    inner = offs_n[:, None] * WORDS + offs_w[None, :]
     for tile in tl.range(tile_first, tile_stop):
         entry = tile // TILES
         group = tile % TILES
@@ -239,21 +253,33 @@ def attend_k8v8_tiles(
         tile_pos = tl.load(starts_ptr + entry) + group * QUANT_GROUP
         key_pos = tile_pos + offs_n
         row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + group * QUANT_GROUP
-        scale_row = ((block * KV_HEADS + kv_head) * TILES + group) * HEAD_DIM
+        scale_row = ((block * KV_HEADS + kv_head) * TILES + group) * WORDS
         wanted = (key_pos >= key_first) & (key_pos < key_stop)
-        mask = tile_mask(wanted, offs_d, HEAD_DIM, BLOCK_D)
+        mask = tile_mask(wanted, offs_w, WORDS, BLOCK_W)
+        # The masks of scales are the same for a whole tile, so that they are copied ahead, too.
         any_wanted = (tile_pos + QUANT_GROUP > key_first) & (tile_pos < key_stop)
-        scale_mask = (offs_d < HEAD_DIM) & any_wanted
+        scale_mask = (offs_w < WORDS) & any_wanted
 
-        k = tl.load(k_ptr + row * HEAD_DIM + inner, mask=mask, other=0)
-        k_scale = tl.load(k_scale_ptr + scale_row + offs_d, mask=scale_mask, other=0.0)
-        k_zero = tl.load(k_zero_ptr + scale_row + offs_d, mask=scale_mask, other=0.0)
-        k = dequantize_k8(k, k_scale, k_zero, DTYPE)
-        scores = _scores(q, k, key_pos, row_pos, window_size, sm_scale_log2, False)
+        k = tl.load(k_ptr + row * WORDS + inner, mask=mask, other=0)
+        k_scale = tl.load(k_scale_ptr + scale_row + offs_w, mask=scale_mask, other=0)
+        k_zero = tl.load(k_zero_ptr + scale_row + offs_w, mask=scale_mask, other=0)
+        k_even, k_odd = unpack_u8(k, DTYPE)
+        scale_even, scale_odd = unpack_halves(k_scale, DTYPE)
+        zero_even, zero_odd = unpack_halves(k_zero, DTYPE)
+        k_even = k_even * scale_even[None, :] + zero_even[None, :]
+        k_odd = k_odd * scale_odd[None, :] + zero_odd[None, :]
+        scores = dot(q_even, tl.trans(k_even), tl.zeros([BLOCK_M, QUANT_GROUP], tl.float32))
+        scores = dot(q_odd, tl.trans(k_odd), scores) * sm_scale_log2
+        scores = _mask_scores(scores, key_pos, row_pos, window_size, False)
 
-        v_scale = tl.load(v_scale_ptr + row + offs_n, mask=wanted, other=1.0).to(tl.float32)
-        p, alpha, m_i = online_softmax(scores + tl.log2(v_scale)[None, :], m_i)
-        l_i = l_i * alpha + tl.sum(p * (1.0 / v_scale)[None, :], 1)
-        v = tl.load(v_ptr + row * HEAD_DIM + inner, mask=mask, other=0)
-        acc = dot(narrow(p, DTYPE), signed_to_float(v, DTYPE), acc * alpha[:, None])
-    return acc, m_i, l_i
+        v_scale = tl.load(v_scale_ptr + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=1.0)
+        v_scale = tl.where(wanted, v_scale.to(tl.float32), 1.0)
+        weights = scores + rough_log2(v_scale)[None, :]
+        p, alpha, m_i = online_softmax(scores, weights, m_i)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        p = narrow(p * v_scale[None, :], DTYPE)
+        v = tl.load(v_ptr + row * WORDS + inner, mask=mask, other=0)
+        v_even, v_odd = unpack_s8(v, DTYPE)
+        acc_even = dot(p, v_even, acc_even * alpha[:, None])
+        acc_odd = dot(p, v_odd, acc_odd * alpha[:, None])
+    return tl.interleave(acc_even, acc_odd), m_i, l_i

@@ -101,7 +101,7 @@ def _paged_decode_kernel(
 
     if tier == TIER_K8V8:
         acc, m_i, l_i = attend_k8v8_tiles(
-            q, acc, m_i, l_i, k8v8, table_ptr, starts_ptr, first, last, kv_head, key_first, seq_len,
+            q, k8v8, table_ptr, starts_ptr, first, last, kv_head, key_first, seq_len,
             row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
             QUANT_GROUP,
         )  # fmt: skip

@@ -105,9 +105,6 @@ def _paged_extend_kernel(
     first_pos = seq_len - num_queries + tile * BLOCK_Q
     key_first = tl.maximum(first_pos - window_size + 1, 0)
     key_stop = tl.minimum(first_pos + BLOCK_Q, seq_len)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
     starts_ptr = block_starts_ptr + seq.to(tl.int64) * stride_table
     hot_first = tl.load(tier_starts_ptr + seq * 3)
@@ -118,7 +115,7 @@ def _paged_extend_kernel(
         starts_ptr, k8v8_first, k8v8_last, key_first, key_stop, BLOCK_SIZE, QUANT_GROUP
     )
     acc, m_i, l_i = attend_k8v8_tiles(
-        q, acc, m_i, l_i, k8v8, table_ptr, starts_ptr, lo, hi, kv_head, key_first, key_stop,
+        q, k8v8, table_ptr, starts_ptr, lo, hi, kv_head, key_first, key_stop,
         row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
         QUANT_GROUP,
     )  # fmt: skip
