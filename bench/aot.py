@@ -92,8 +92,10 @@ def problems(report: Report, workload: Workload) -> Iterator[str]:
             yield "no tensor-core instruction"
         if not report.async_copies.get(128):
             yield "no 128-bit asynchronous copy: the loop is not pipelined"
-        if report.count("I2F"):
-            yield f"{report.count('I2F')} integer-to-float conversions"
+        if report.count(r"LDG\.E\.(U|S)?(8|16)"):
+            yield "a synchronous load of 8 or 16 bits"
+        if report.count(r"I2F\."):
+            yield f"{report.count(r'I2F.')} slow integer-to-float conversions"
 
 
 def _format(widths: dict[int, int]) -> str:

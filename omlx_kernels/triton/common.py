@@ -26,6 +26,11 @@ TIER_HOT = tl.constexpr(int(Tier.HOT))
 TIER_K8V8 = tl.constexpr(int(Tier.K8V8))
 
 LOG2_E = 1.4426950408889634
+DTYPE_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
 NO_WINDOW = 2**31 - 1
 """The window of a launch without one: ``position - NO_WINDOW`` still fits int32."""
 TABLES = [

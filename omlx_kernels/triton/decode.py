@@ -23,6 +23,7 @@ from omlx_kernels.launch import decode_config
 from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.triton.common import (
+    DTYPE_NAMES,
     LOG2_E,
     NO_WINDOW,
     TABLES,
@@ -103,7 +104,7 @@ def _paged_decode_kernel(
         acc, m_i, l_i = attend_k8v8_tiles(
             q, k8v8, table_ptr, starts_ptr, first, last, kv_head, key_first, seq_len,
             row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-            QUANT_GROUP,
+            QUANT_GROUP, True,
         )  # fmt: skip
     elif tier == TIER_HOT:
         acc, m_i, l_i = attend_hot_tiles(
@@ -120,7 +121,7 @@ def _paged_decode_kernel(
     row = split.to(tl.int64) * (KV_HEADS * GROUP_SIZE) + head
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no visible key: m_i = -inf, acc = 0
     tl.store(lse_ptr + row, m_i + tl.log2(l_safe), mask=offs_m < GROUP_SIZE)
-    out = acc / l_safe[:, None]
+    out = acc * (1.0 / l_safe)[:, None]
     tl.store(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
 
 
@@ -161,7 +162,7 @@ def _merge_splits_kernel(
         acc = acc * alpha + tl.sum(weight[:, None] * partial, 0)
         l_i = l_i * alpha + tl.sum(weight, 0)
         m_i = m_new
-    out = acc / tl.where(l_i == 0.0, 1.0, l_i)
+    out = acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))
     row = (token.to(tl.int64) * Q_HEADS + head) * HEAD_DIM
     out = narrow(out, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row + offs_d, out, mask=offs_d < HEAD_DIM)
@@ -181,7 +182,7 @@ def paged_decode(
     kv_heads = blocks.hot.k.shape[1]
     group = q_heads // kv_heads
     tile_d = block_d(dim)
-    config = decode_config(current_target(), tile_d, q.element_size(), group, blocks.block_size)
+    config = decode_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], group)
     num_splits = meta.splits.shape[0]
     out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     partial = torch.empty((num_splits, q_heads, dim), dtype=torch.float32, device=q.device)

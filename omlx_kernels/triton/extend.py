@@ -26,6 +26,7 @@ from omlx_kernels.launch import extend_config
 from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.triton.common import (
+    DTYPE_NAMES,
     LOG2_E,
     NO_WINDOW,
     TABLES,
@@ -117,7 +118,7 @@ def _paged_extend_kernel(
     acc, m_i, l_i = attend_k8v8_tiles(
         q, k8v8, table_ptr, starts_ptr, lo, hi, kv_head, key_first, key_stop,
         row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-        QUANT_GROUP,
+        QUANT_GROUP, False,
     )  # fmt: skip
     if KEEP_SINKS or key_first < SINK_TOKENS:
         page = tl.load(sink_pages_ptr + seq)
@@ -133,7 +134,8 @@ def _paged_extend_kernel(
         row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
-    out = narrow(acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None], out_ptr.dtype.element_ty)
+    inverse = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key: 0
+    out = narrow(acc * inverse[:, None], out_ptr.dtype.element_ty)
     out_row = (q_token * (KV_HEADS * GROUP_SIZE) + head) * HEAD_DIM
     tl.store(out_ptr + out_row[:, None] + offs_d[None, :], out, mask=mask)
 
@@ -152,9 +154,8 @@ def paged_extend(
     kv_heads = blocks.hot.k.shape[1]
     group = q_heads // kv_heads
     tile_d = block_d(dim)
-    config = extend_config(
-        current_target(), tile_d, q.element_size(), group * meta.max_query_len, blocks.block_size
-    )
+    rows = group * meta.max_query_len
+    config = extend_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], rows)
     head_tiles = triton.cdiv(group, config.block_m)
     heads = triton.cdiv(group, head_tiles)
     query_tiles = triton.cdiv(meta.max_query_len, config.block_m // heads)

@@ -68,10 +68,17 @@ def visible_tiles(
 
 
 @triton.jit
-def _mask_scores(scores, key_pos, row_pos, window_size, kept):
-    """Set the scores [BLOCK_M, BLOCK_N] of keys that the row does not see to -inf."""
+def _mask_scores(scores, key_pos, row_pos, window_size, KEEP: tl.constexpr):
+    """Set the scores [BLOCK_M, BLOCK_N] of keys that the row does not see to -inf.
+
+    ``KEEP`` leaves keys before the window visible. Without it one unsigned comparison does both
+    sides: a key after the row is at a distance of more than 2**31.
+    """
     distance = row_pos[:, None] - key_pos[None, :]
-    visible = (distance >= 0) & ((distance < window_size) | kept)
+    if KEEP:
+        visible = distance >= 0
+    else:
+        visible = distance.to(tl.uint32, bitcast=True) < window_size.to(tl.uint32)
     return tl.where(visible, scores, float("-inf"))
 
 
@@ -88,12 +95,12 @@ def attend_float_tile(
     row_pos,
     window_size,
     sm_scale_log2,
-    kept,
+    KEEP: tl.constexpr,
 ):
     """Attend to one tile of keys and values in the model's dtype."""
     k = tl.load(k_ptrs, mask=mask, other=0.0)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
-    scores = _mask_scores(scores * sm_scale_log2, key_pos, row_pos, window_size, kept)
+    scores = _mask_scores(scores * sm_scale_log2, key_pos, row_pos, window_size, KEEP)
     p, alpha, m_i = online_softmax(scores, scores, m_i)
     l_i = l_i * alpha + tl.sum(p, 1)
     v = tl.load(v_ptrs, mask=mask, other=0.0)
@@ -225,6 +232,7 @@ def attend_k8v8_tiles(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QUANT_GROUP: tl.constexpr,
+    PLANAR: tl.constexpr,
 ):
     """Attend to a run of tiles of K8V8 blocks, as the first tier; a tile is one group of keys."""
     k_ptr, v_ptr, k_scale_ptr, k_zero_ptr, v_scale_ptr = k8v8
@@ -241,6 +249,7 @@ def attend_k8v8_tiles(
     q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_W, 2]))
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_even = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     offs_n = tl.arange(0, QUANT_GROUP)
@@ -268,8 +277,11 @@ def attend_k8v8_tiles(
         zero_even, zero_odd = unpack_halves(k_zero, DTYPE)
         k_even = k_even * scale_even[None, :] + zero_even[None, :]
         k_odd = k_odd * scale_odd[None, :] + zero_odd[None, :]
-        scores = dot(q_even, tl.trans(k_even), tl.zeros([BLOCK_M, QUANT_GROUP], tl.float32))
-        scores = dot(q_odd, tl.trans(k_odd), scores) * sm_scale_log2
+        zero = tl.zeros([BLOCK_M, QUANT_GROUP], tl.float32)
+        if PLANAR:
+            scores = dot(q_odd, tl.trans(k_odd), dot(q_even, tl.trans(k_even), zero)) * sm_scale_log2
+        else:
+            scores = dot(q, tl.trans(tl.interleave(k_even, k_odd)), zero) * sm_scale_log2
         scores = _mask_scores(scores, key_pos, row_pos, window_size, False)
 
         v_scale = tl.load(v_scale_ptr + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=1.0)
@@ -280,6 +292,11 @@ def attend_k8v8_tiles(
         p = narrow(p * v_scale[None, :], DTYPE)
         v = tl.load(v_ptr + row * WORDS + inner, mask=mask, other=0)
         v_even, v_odd = unpack_s8(v, DTYPE)
-        acc_even = dot(p, v_even, acc_even * alpha[:, None])
-        acc_odd = dot(p, v_odd, acc_odd * alpha[:, None])
-    return tl.interleave(acc_even, acc_odd), m_i, l_i
+        if PLANAR:
+            acc_even = dot(p, v_even, acc_even * alpha[:, None])
+            acc_odd = dot(p, v_odd, acc_odd * alpha[:, None])
+        else:
+            acc = dot(p, tl.interleave(v_even, v_odd), acc * alpha[:, None])
+    if PLANAR:
+        acc = tl.interleave(acc_even, acc_odd)
+    return acc, m_i, l_i
