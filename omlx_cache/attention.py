@@ -124,4 +124,6 @@ def paged_attention_forward(
     return out, None
 
 
-register_attention(ATTENTION_NAME, paged_attention_forward)
+def register() -> None:
+    """Make `paged_attention_forward` known to transformers; `patch` does, importing does not."""
+    register_attention(ATTENTION_NAME, paged_attention_forward)

@@ -71,14 +71,14 @@ class LayerPool:
 
 
 def copy_blocks(blocks: TierBlocks, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks (or pages) within a tier: (source id, target id) each; mutates ``blocks``."""
+    """Copy whole blocks (or pages) of a tier, from the first to the second id of each pair."""
     for tensor in blocks.tensors().values():
         for source, target in pairs:
             tensor[target].copy_(tensor[source])
 
 
 def reopen_block(blocks: LayerBlocks, index: int, hot_index: int) -> None:
-    """Write the values of 8-bit block ``index`` into hot block ``hot_index``; mutates the latter."""
+    """Write the values of 8-bit block ``index`` into hot block ``hot_index``."""
     source, hot = blocks.k8v8, blocks.hot
     k = dequantize_k8(source.k[index], source.k_scale[index], source.k_zero[index], torch.float32)
     hot.k[hot_index].copy_(k)

@@ -45,9 +45,9 @@ class PagedLayer(CacheLayerMixin):
             )
         geometry = self.group.geometry
         heads, dim = key_states.shape[1], key_states.shape[3]
-        block_format = BlockFormat(
-            geometry.block_size, geometry.sink_tokens, heads, dim, key_states.dtype
-        )
+        # Under autocast the rotary embedding widens the keys; the values are as projected.
+        dtype = value_states.dtype
+        block_format = BlockFormat(geometry.block_size, geometry.sink_tokens, heads, dim, dtype)
         self.pool = LayerPool(block_format, key_states.device, self._meter)
         self.is_initialized = True
 
@@ -68,7 +68,10 @@ class PagedLayer(CacheLayerMixin):
         copy_blocks(blocks.hot, step.copies)
         copy_blocks(blocks.sink, step.page_copies)
         # [batch, heads, columns, dim] -> [batch * columns, heads, dim]
-        k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        dtype = self.pool.format.dtype
+        k, v = (
+            x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)
+        )
         if tables.sink_slots is not None:
             ops.append_kv(k, v, blocks.sink, tables.sink_slots)
         ops.append_kv(k, v, blocks.hot, tables.slots)
@@ -82,11 +85,11 @@ class PagedLayer(CacheLayerMixin):
             sm_scale: factor on the scores.
 
         Returns:
-            [batch, columns, num_q_heads, head_dim]; padding columns are 0.
+            [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
         """
         blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
         batch, heads, columns, dim = query.shape
-        q = query.transpose(1, 2).reshape(batch * columns, heads, dim)
+        q = query.to(self.pool.format.dtype).transpose(1, 2).reshape(batch * columns, heads, dim)
         packed = q if tables.token_index is None else q[tables.token_index]
         out = ops.paged_attention(
             packed,
@@ -100,7 +103,7 @@ class PagedLayer(CacheLayerMixin):
             out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
         if tables.convert is not None:
             ops.convert_blocks(blocks.hot, blocks.k8v8, *tables.convert)
-        return out.view(batch, columns, heads, dim)
+        return out.view(batch, columns, heads, dim).to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns that a mask covers, offset of the first)."""
@@ -209,13 +212,28 @@ class PagedCache(Cache):
                 f"{past} columns in the cache and {columns} new ones), got {list(mask.shape)}"
             )
         if past and mask.shape[1] == past + columns:
-            stored = True if self._valid is None else self._valid
-            if (mask[:, :past] != stored).any():
-                raise ValueError(
-                    "PagedCache: attention_mask changed for columns that are already cached; a "
-                    "paged cache can't hide or reveal stored tokens, use a new cache"
-                )
+            self._follow_mask(mask[:, :past])
         return mask[:, -columns:] if columns else mask[:, :0]
+
+    def _follow_mask(self, mask: np.ndarray) -> None:
+        """Drop the newest tokens of the rows in which a mask over the past now hides them.
+
+        That is how the padding of a row that ended early looks in the next turn: it was stored as
+        it was generated, and only the next mask tells that it was padding.
+        """
+        stored = np.ones_like(mask) if self._valid is None else self._valid
+        hidden = stored & ~mask
+        last_kept = mask.shape[1] - (stored & mask)[:, ::-1].argmax(1)
+        in_the_middle = hidden & (np.arange(mask.shape[1]) < last_kept[:, None] - 1)
+        in_the_middle &= (stored & mask).any(1, keepdims=True)
+        if (mask & ~stored).any() or in_the_middle.any():
+            raise ValueError(
+                "PagedCache: attention_mask must agree with what is cached, got one that reveals "
+                "padding or hides tokens in the middle of a row; use a new cache"
+            )
+        if hidden.any():
+            self._crop_rows(hidden.sum(1).tolist())
+            self._valid = stored & mask
 
     def require(self, valid: np.ndarray, chunk: int) -> None:
         """Check that the columns ``valid`` will find blocks when they come ``chunk`` at a time.
@@ -303,12 +321,16 @@ class PagedCache(Cache):
         removed = [count] * rows
         if self._valid is not None:
             removed = self._valid[:, kept:].sum(1).tolist()
+        self._crop_rows(removed)
+        self._valid = None if self._valid is None else self._valid[:, :kept]
+        self._set_columns(kept)
+
+    def _crop_rows(self, removed: list[int]) -> None:
+        """Remove the last tokens of each row, or raise before anything is changed."""
         for group in self.groups:
             group.check_crop(removed)
         for group in self.groups:
             group.crop(removed)
-        self._valid = None if self._valid is None else self._valid[:, :kept]
-        self._set_columns(kept)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give row ``i`` what row ``beam_idx[i]`` held: block tables move, blocks don't."""

@@ -40,7 +40,7 @@ def register_attention(name: str, function: Callable) -> None:
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Whether ``module`` is an attention layer that asks transformers for its attention function."""
+    """Whether ``module`` is an attention layer that uses transformers' attention interface."""
     forward = inspect.unwrap(type(module).forward)
     names = getattr(forward, "__code__", None)
     return names is not None and "ALL_ATTENTION_FUNCTIONS" in names.co_names

