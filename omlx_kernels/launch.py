@@ -65,6 +65,8 @@ def decode_config(target: Target, block_d: int, dtype: str, group_size: int) -> 
     """
     backend, arch = target
     block_m = min(64, max(16, _power_of_2(group_size)))
+    if backend == "interpreter":
+        return TileConfig(block_m, 32, num_warps=4, num_stages=1)
     if dtype == "float32":
         return TileConfig(block_m, 16, num_warps=8, num_stages=1)
     if backend == "hip" or block_d > 128:
@@ -82,10 +84,10 @@ def extend_config(target: Target, block_d: int, dtype: str, rows: int) -> TileCo
         rows: the most rows that a sequence has; smaller steps get smaller tiles.
     """
     backend, arch = target
-    if dtype == "float32":
+    if backend == "interpreter":
+        config = TileConfig(64, 32, num_warps=4, num_stages=1)
+    elif dtype == "float32":
         config = TileConfig(16, 16, num_warps=8, num_stages=1)
-    elif backend == "interpreter":
-        config = TileConfig(64, 64, num_warps=4, num_stages=1)
     elif backend == "hip":
         config = TileConfig(64, 32, num_warps=4, num_stages=1)
     elif block_d > 128:

@@ -100,16 +100,20 @@ def _paged_decode_kernel(
     table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
     starts_ptr = block_starts_ptr + seq.to(tl.int64) * stride_table
 
+    # A tile that is wholly masked costs a turn of the loop, but its loads are predicated off.
     if tier == TIER_K8V8:
+        TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
         acc, m_i, l_i = attend_k8v8_tiles(
-            q, k8v8, table_ptr, starts_ptr, first, last, kv_head, key_first, seq_len,
-            row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-            QUANT_GROUP, True,
+            q, k8v8, table_ptr, starts_ptr, first * TILES, last * TILES, kv_head, key_first,
+            seq_len, row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+            QUANT_GROUP, PLANAR=True,
         )  # fmt: skip
     elif tier == TIER_HOT:
+        HOT_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
         acc, m_i, l_i = attend_hot_tiles(
-            q, acc, m_i, l_i, hot, table_ptr, starts_ptr, first, last, kv_head, key_first, seq_len,
-            row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            q, acc, m_i, l_i, hot, table_ptr, starts_ptr, first * HOT_TILES, last * HOT_TILES,
+            kv_head, key_first, seq_len, row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE,
+            HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     else:
         page = tl.load(sink_pages_ptr + seq)

@@ -118,7 +118,7 @@ def _paged_extend_kernel(
     acc, m_i, l_i = attend_k8v8_tiles(
         q, k8v8, table_ptr, starts_ptr, lo, hi, kv_head, key_first, key_stop,
         row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-        QUANT_GROUP, False,
+        QUANT_GROUP, PLANAR=False,
     )  # fmt: skip
     if KEEP_SINKS or key_first < SINK_TOKENS:
         page = tl.load(sink_pages_ptr + seq)

@@ -15,9 +15,9 @@ V, and m_i is the maximum of s_t + log2(scale_t): then p * scale is at most abou
 float16's precision however small the values are. For the same reason the quantized tiers come
 before the others within one accumulator.
 
-K8V8 codes are read as int16 words of two channels (their scales as int32 words), and even and odd
-channels take part as two dots: 16-bit elements go through 128-bit asynchronous copies and ldmatrix,
-where bytes would be fetched one by one, and both halves of a word unpack in place.
+K8V8 codes are read as int16 words of two channels (their scales as int32 words): 16-bit elements go
+through 128-bit asynchronous copies and ldmatrix, where bytes would be fetched one by one, and both
+halves of a word unpack in place.
 """
 
 from __future__ import annotations
@@ -234,7 +234,12 @@ def attend_k8v8_tiles(
     QUANT_GROUP: tl.constexpr,
     PLANAR: tl.constexpr,
 ):
-    """Attend to a run of tiles of K8V8 blocks, as the first tier; a tile is one group of keys."""
+    """Attend to a run of tiles of K8V8 blocks, as the first tier; a tile is one group of keys.
+
+    ``PLANAR`` keeps even and odd channels apart up to the end: codes go from shared memory through
+    registers into the dot, each by one warp. That is decode, whose warps share out the keys. Where
+    the warps share out the rows, all of them need every code: the tile is put together first.
+    """
     k_ptr, v_ptr, k_scale_ptr, k_zero_ptr, v_scale_ptr = k8v8
     k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -279,7 +284,9 @@ def attend_k8v8_tiles(
         k_odd = k_odd * scale_odd[None, :] + zero_odd[None, :]
         zero = tl.zeros([BLOCK_M, QUANT_GROUP], tl.float32)
         if PLANAR:
-            scores = dot(q_odd, tl.trans(k_odd), dot(q_even, tl.trans(k_even), zero)) * sm_scale_log2
+            scores = (
+                dot(q_odd, tl.trans(k_odd), dot(q_even, tl.trans(k_even), zero)) * sm_scale_log2
+            )
         else:
             scores = dot(q, tl.trans(tl.interleave(k_even, k_odd)), zero) * sm_scale_log2
         scores = _mask_scores(scores, key_pos, row_pos, window_size, False)
