@@ -111,8 +111,8 @@ def main() -> int:
     parser.add_argument("--heads", nargs="*", choices=HEADS, default=["gqa"])
     args = parser.parse_args()
     print(
-        f"{'arch':7}{'kernel':22}{'heads':6}{'D':>4} {'dtype':6}{'warps':>5}{'stages':>7}{'regs':>5}"
-        f"{'spills':>7}{'smem KiB':>9}{'occ':>4}{'mma':>5}  {'async copies':22}{'loads'}"
+        f"{'arch':7}{'kernel':22}{'heads':6}{'D':>4} {'dtype':6}{'warps':>5}{'stages':>7}"
+        f"{'regs':>5}{'spills':>7}{'smem KiB':>9}{'occ':>4}{'mma':>5}  {'async copies':22}{'loads'}"
     )
     failed = 0
     for arch in (int(a) if a.isdigit() else a for a in args.arch):

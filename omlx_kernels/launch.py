@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 Target = tuple[str, int | str]
 """Backend and architecture: ``("cuda", 86)``, ``("hip", "gfx942")``, ``("interpreter", 0)``."""
@@ -40,20 +40,20 @@ def _power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-@lru_cache(maxsize=None)
+@cache
 def append_config(kv_heads: int, block_d: int) -> TileConfig:
     """Return the heads that a program of `append_kv` copies (``block_m``) and its warps."""
     heads = min(_power_of_2(kv_heads), max(1, 1024 // block_d))
     return TileConfig(heads, 0, num_warps=4 if heads * block_d >= 512 else 1, num_stages=1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def convert_config(block_d: int) -> TileConfig:
     """Return the warps of `convert_blocks`, whose tile is one group of 64 tokens."""
     return TileConfig(0, 64, num_warps=8 if block_d >= 128 else 4, num_stages=1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def decode_config(target: Target, block_d: int, dtype: str, group_size: int) -> TileConfig:
     """Return the tile of decode: ``block_m`` query heads of one kv head x ``block_n`` hot keys.
 
@@ -75,7 +75,7 @@ def decode_config(target: Target, block_d: int, dtype: str, group_size: int) -> 
     return TileConfig(block_m, 64, 8 if block_m > 32 else 4, num_stages=5 if deep else 3)
 
 
-@lru_cache(maxsize=None)
+@cache
 def extend_config(target: Target, block_d: int, dtype: str, rows: int) -> TileConfig:
     """Return the tile of extend: ``block_m`` stacked rows (queries x heads) x ``block_n`` hot keys.
 

@@ -1,14 +1,14 @@
-"""What the Triton kernels share: exact dots, unpacking of codes, the online softmax, row layout.
+"""What the Triton kernels share: dots, unpacking of codes, masks, the online softmax.
 
-Under ``TRITON_INTERPRET=1`` bfloat16 arithmetic is silently wrong (values are kept as raw uint16),
-and a cast to it truncates, so every dot goes through `dot` and every cast to a narrower float through
-`narrow`, which take a detour when `INTERPRET` is set. Everything else that computes does so in float32
-or float16 already.
+Under ``TRITON_INTERPRET=1`` bfloat16 arithmetic is silently wrong (values are kept as raw uint16)
+and a cast to it truncates, so every dot goes through `dot` and every cast to a narrower float
+through `narrow`, which take a detour when `INTERPRET` is set. Everything else that computes does so
+in float32 or float16 already.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -52,13 +52,13 @@ def current_target() -> tuple[str, int | str]:
     return target.backend, target.arch
 
 
-@lru_cache(maxsize=None)
+@cache
 def block_d(head_dim: int) -> int:
     """Return the channels of a tile: head_dim padded to a power of two that a dot accepts."""
     return max(32, triton.next_power_of_2(head_dim))
 
 
-@lru_cache(maxsize=None)
+@cache
 def block_sink(sink_tokens: int) -> int:
     """Return the keys of a tile of the sink page; longer pages take several tiles."""
     return min(64, max(16, triton.next_power_of_2(sink_tokens)))
@@ -80,7 +80,7 @@ def dot(a, b, acc):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """Round float32 to ``DTYPE``, to nearest even."""
-    if INTERPRET and DTYPE == tl.bfloat16:
+    if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -90,11 +90,7 @@ def narrow(x, DTYPE: tl.constexpr):
 @triton.jit
 def tile_mask(rows, offs_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the mask of a [rows, channels] tile; whole channels cost no comparison."""
-    if HEAD_DIM == BLOCK_D:
-        mask = rows[:, None]
-    else:
-        mask = rows[:, None] & (offs_d < HEAD_DIM)[None, :]
-    return mask
+    return rows[:, None] if HEAD_DIM == BLOCK_D else rows[:, None] & (offs_d < HEAD_DIM)[None, :]
 
 
 @triton.jit
@@ -118,7 +114,7 @@ def _bytes_to_1024(bits):
 def unpack_u8(words, DTYPE: tl.constexpr):
     """Split int16 words of two uint8 codes into the low and the high ones (even, odd channels)."""
     bits = words.to(tl.uint16, bitcast=True)
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         low, high = _bytes_to_1024(bits)
         low, high = low - 1024.0, high - 1024.0
     else:
@@ -129,7 +125,7 @@ def unpack_u8(words, DTYPE: tl.constexpr):
 @triton.jit
 def unpack_s8(words, DTYPE: tl.constexpr):
     """Split int16 words of two int8 codes into the low and the high ones (even, odd channels)."""
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         low, high = _bytes_to_1024(words.to(tl.uint16, bitcast=True) ^ 0x8080)  # code + 128
         low, high = low - 1152.0, high - 1152.0
     else:
@@ -165,3 +161,48 @@ def online_softmax(scores, weights, m_i):
     m_new = tl.maximum(m_i, tl.max(weights, 1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     return tl.exp2(scores - m_safe[:, None]), tl.exp2(m_i - m_safe), m_new
+
+
+@triton.jit
+def visible_tiles(
+    starts_ptr,
+    first,
+    last,
+    key_first,
+    key_stop,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return the shortest run of tiles of the entries [first, last) with every visible key.
+
+    Tile ``t`` is the tokens ``t % n * BLOCK_N ...`` of entry ``t // n``, n tiles a block. Entries
+    may be listed in any order; in the order of their positions the run holds nothing else.
+    """
+    CHUNK: tl.constexpr = 64
+    TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    lo = last * TILES
+    hi = first * TILES
+    for base in tl.range(first, last, CHUNK):
+        entry = base + tl.arange(0, CHUNK)
+        start = tl.load(starts_ptr + entry, mask=entry < last, other=0)
+        tile_lo = tl.maximum(key_first - start, 0) // BLOCK_N
+        tile_hi = tl.minimum((tl.maximum(key_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, TILES)
+        seen = (entry < last) & (tile_lo < tile_hi)
+        lo = tl.minimum(lo, tl.min(tl.where(seen, entry * TILES + tile_lo, lo)))
+        hi = tl.maximum(hi, tl.max(tl.where(seen, entry * TILES + tile_hi, hi)))
+    return lo, hi
+
+
+@triton.jit
+def mask_scores(scores, key_pos, row_pos, window_size, KEEP: tl.constexpr):
+    """Set the scores [BLOCK_M, BLOCK_N] of keys that the row does not see to -inf.
+
+    ``KEEP`` leaves keys before the window visible. Without it one unsigned comparison does both
+    sides: a key after the row is at a distance of more than 2**31.
+    """
+    distance = row_pos[:, None] - key_pos[None, :]
+    if KEEP:
+        visible = distance >= 0
+    else:
+        visible = distance.to(tl.uint32, bitcast=True) < window_size.to(tl.uint32)
+    return tl.where(visible, scores, float("-inf"))

@@ -1,9 +1,9 @@
 """Extend (prefill, chunks, several new tokens): query tiles over everything a sequence has stored.
 
-A program owns BLOCK_Q consecutive queries of one sequence x the query heads that share one kv head,
-stacked as the rows of one tile (row = query * heads + head). So each key tile is loaded, dequantized
-and put into the dot's layout once for the whole group, and groups that are no power of two (3 for
-SmolLM2, 7 for Qwen2) waste a row or two instead of a tile.
+A program owns BLOCK_Q consecutive queries of one sequence x the query heads that share one kv
+head, stacked as the rows of one tile (row = query * heads + head). So each key tile is loaded,
+dequantized and laid out for the dot once for the whole group, and groups that are no power of two
+(3 for SmolLM2, 7 for Qwen2) waste a row or two instead of a tile.
 
 It walks the K8V8 blocks, then the sink page, then the HOT blocks with one online softmax: quantized
 tiers first, because their weights carry the value scale (`omlx_kernels.triton.tiers`). Causal mask
@@ -36,13 +36,9 @@ from omlx_kernels.triton.common import (
     narrow,
     tier_pointers,
     tile_mask,
-)
-from omlx_kernels.triton.tiers import (
-    attend_hot_tiles,
-    attend_k8v8_tiles,
-    attend_sink_page,
     visible_tiles,
 )
+from omlx_kernels.triton.tiers import attend_hot_tiles, attend_k8v8_tiles, attend_sink_page
 
 
 @triton.jit(

@@ -10,8 +10,8 @@ row_pos[i]``. Keys outside ``[key_first, key_stop)`` are seen by no row: their l
 off (no traffic, and poisoned memory reads as 0). One plain loop a tier, no branch inside: a branch
 would end the asynchronous copies.
 
-K8V8 keys become float16 (float32 for a float32 model) in registers. The value scale multiplies p, not
-V, and m_i is the maximum of s_t + log2(scale_t): then p * scale is at most about 1, and keeps
+K8V8 keys become float16 (float32 for a float32 model) in registers. The value scale multiplies p,
+not V, and m_i is the maximum of s_t + log2(scale_t): then p * scale is at most about 1, and keeps
 float16's precision however small the values are. For the same reason the quantized tiers come
 before the others within one accumulator.
 
@@ -27,6 +27,7 @@ import triton.language as tl
 
 from omlx_kernels.triton.common import (
     dot,
+    mask_scores,
     narrow,
     online_softmax,
     rough_log2,
@@ -35,51 +36,6 @@ from omlx_kernels.triton.common import (
     unpack_s8,
     unpack_u8,
 )
-
-
-@triton.jit
-def visible_tiles(
-    starts_ptr,
-    first,
-    last,
-    key_first,
-    key_stop,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return the shortest run of tiles of the entries [first, last) with every visible key.
-
-    Tile ``t`` is the tokens ``t % n * BLOCK_N ...`` of entry ``t // n``, n tiles a block. Entries
-    may be listed in any order; in the order of their positions the run holds nothing else.
-    """
-    CHUNK: tl.constexpr = 64
-    TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    lo = last * TILES
-    hi = first * TILES
-    for base in tl.range(first, last, CHUNK):
-        entry = base + tl.arange(0, CHUNK)
-        start = tl.load(starts_ptr + entry, mask=entry < last, other=0)
-        tile_lo = tl.maximum(key_first - start, 0) // BLOCK_N
-        tile_hi = tl.minimum((tl.maximum(key_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, TILES)
-        seen = (entry < last) & (tile_lo < tile_hi)
-        lo = tl.minimum(lo, tl.min(tl.where(seen, entry * TILES + tile_lo, lo)))
-        hi = tl.maximum(hi, tl.max(tl.where(seen, entry * TILES + tile_hi, hi)))
-    return lo, hi
-
-
-@triton.jit
-def _mask_scores(scores, key_pos, row_pos, window_size, KEEP: tl.constexpr):
-    """Set the scores [BLOCK_M, BLOCK_N] of keys that the row does not see to -inf.
-
-    ``KEEP`` leaves keys before the window visible. Without it one unsigned comparison does both
-    sides: a key after the row is at a distance of more than 2**31.
-    """
-    distance = row_pos[:, None] - key_pos[None, :]
-    if KEEP:
-        visible = distance >= 0
-    else:
-        visible = distance.to(tl.uint32, bitcast=True) < window_size.to(tl.uint32)
-    return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit
@@ -100,7 +56,7 @@ def attend_float_tile(
     """Attend to one tile of keys and values in the model's dtype."""
     k = tl.load(k_ptrs, mask=mask, other=0.0)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
-    scores = _mask_scores(scores * sm_scale_log2, key_pos, row_pos, window_size, KEEP)
+    scores = mask_scores(scores * sm_scale_log2, key_pos, row_pos, window_size, KEEP)
     p, alpha, m_i = online_softmax(scores, scores, m_i)
     l_i = l_i * alpha + tl.sum(p, 1)
     v = tl.load(v_ptrs, mask=mask, other=0.0)
@@ -289,7 +245,7 @@ def attend_k8v8_tiles(
             )
         else:
             scores = dot(q, tl.trans(tl.interleave(k_even, k_odd)), zero) * sm_scale_log2
-        scores = _mask_scores(scores, key_pos, row_pos, window_size, False)
+        scores = mask_scores(scores, key_pos, row_pos, window_size, False)
 
         v_scale = tl.load(v_scale_ptr + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=1.0)
         v_scale = tl.where(wanted, v_scale.to(tl.float32), 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_tiles_outside_the_window_are_not_loaded(new):
     starts, bounds = case.meta.block_starts[0], case.meta.tier_starts[0].tolist()
     unseen = starts + case.format.block_size <= 330 - new - window + 1
     unseen[bounds[-1] :] = False
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         assert unseen[first:last].any(), "each tier has a block outside the window"
     case.meta.block_table[0, unseen] = 2**30  # reading there ends the process
     assert torch.equal(run(case, window_size=window), want)
@@ -130,7 +131,7 @@ def test_split_without_a_visible_key_is_neutral():
 def test_permuted_table_rows_change_nothing_but_rounding():
     case = make_case([400], [40], hot_blocks=2, head_dim=32)
     bounds = case.meta.tier_starts[0].tolist()
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         for table in (case.meta.block_table, case.meta.block_starts):
             table[0, first:last] = table[0, first:last].flip(0)
     check(case, window_size=150)

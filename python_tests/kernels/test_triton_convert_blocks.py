@@ -1,4 +1,4 @@
-"""Triton's `convert_blocks` against `omlx_kernels.quantization`, and the quantizers' error bound."""
+"""Triton's `convert_blocks` against `omlx_kernels.quantization`, and the bound on the error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How far a kernel may be from the oracle: twice as far as plain PyTorch in the same precision.
 
-Both see the same stored codes. Plain PyTorch dequantizes them, rounds keys and values to the model's
-dtype and computes attention eagerly in it, so the bound follows from the case and no number is
-picked by hand; one unit of rounding of the largest output is added for cases that plain PyTorch
+Both see the same stored codes. Plain PyTorch dequantizes them, rounds keys and values to the
+model's dtype and computes attention eagerly in it, so the bound follows from the case and no number
+is picked by hand; one unit of rounding of the largest output is added for cases that plain PyTorch
 happens to compute exactly.
 """
 
