@@ -1,0 +1,132 @@
+"""The demo: the same long chat with the stock cache and with omlx_cache, side by side.
+
+    python -m omlx_cache.tools.demo
+
+Without ``--model`` it takes SmolLM2-135M-Instruct from its PyPI package and quantizes it to GPTQ
+4-bit once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+
+import omlx_cache
+from omlx_cache.tools.demo_report import summary_table, turn_table
+from omlx_cache.tools.demo_session import NotServedError, Settings, WrongSettingError, run_demo
+from omlx_cache.tools.demo_words import explain
+from omlx_cache.tools.loading import ModelLoadError, hushed
+from omlx_cache.tools.prepared import PreparationError
+
+EXIT_CODES = {
+    omlx_cache.OutOfBlocksError: 1,
+    torch.OutOfMemoryError: 1,
+    WrongSettingError: 2,
+    ModelLoadError: 3,
+    NotServedError: 3,
+    PreparationError: 4,
+}
+EXIT_INTERRUPTED = 130
+
+EPILOG = """Examples
+
+  python -m omlx_cache.tools.demo
+
+  python -m omlx_cache.tools.demo --window 1024 --turns 10
+
+  python -m omlx_cache.tools.demo --model ./llama-gptq --config chat.yaml --json out.json
+
+Exit codes: 0 done, 1 out of memory or blocks, 2 wrong options or configuration, 3 the
+model can't be loaded or served, 4 the default model can't be prepared, 130 interrupted.
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(epilog=EPILOG)
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Local directory or hub id of a model; default: SmolLM2-135M-Instruct, GPTQ 4-bit."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="YAML configuration of the cache."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Sliding window of the patched run, in tokens.")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of the chat.")] = 6,
+    message_tokens: Annotated[
+        int, typer.Option(min=8, help="Text in each user message, in tokens.")
+    ] = 512,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 32,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1, cpu, ...; default: the GPU if there is one.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Default: what the checkpoint says."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="PyTorch's CPU threads.")] = None,
+    json_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", dir_okay=False, metavar="FILE", help="Write all numbers there as JSON."
+        ),
+    ] = None,
+) -> None:
+    """Hold a long chat twice, stock and patched, and compare speed, memory and text."""
+    console, errors = Console(), Console(stderr=True)
+    if json_out is not None and not json_out.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {json_out.parent}", param_hint="--json")
+    settings = Settings(
+        model=model,
+        config=config,
+        window=window,
+        turns=turns,
+        message_tokens=message_tokens,
+        answer_tokens=answer_tokens,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+    )
+    try:
+        with hushed():
+            report = run_demo(settings, console)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except tuple(EXIT_CODES) as error:
+        _show_error(errors, error)
+        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+        raise typer.Exit(code) from None
+    _show_report(console, report)
+    if json_out is not None:
+        json_out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        console.print(f"numbers written to {json_out}", highlight=False)
+
+
+def _show_error(errors: Console, error: Exception) -> None:
+    errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+    for note in getattr(error, "__notes__", ()):
+        errors.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_report(console: Console, report: dict) -> None:
+    console.rule("result")
+    console.print(turn_table(report))
+    console.print(summary_table(report))
+    for line in explain(report):
+        console.print(f"- {line}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()
