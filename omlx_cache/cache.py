@@ -172,7 +172,6 @@ class PagedCache(Cache):
             keep_sinks=keep_sinks,
             quantize=config.cache_bits != 16,
             max_blocks=config.max_gpu_blocks,
-            blocks_per_split=4,
         )
         self.groups.append(group)
         return group
