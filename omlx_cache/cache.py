@@ -193,7 +193,6 @@ class PagedCache(Cache):
             keep_sinks=keep_sinks,
             policy=TierPolicy.from_config(config),
             max_blocks=config.max_gpu_blocks,
-            blocks_per_split=4,
         )
         self.groups.append(group)
         return group

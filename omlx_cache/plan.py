@@ -8,6 +8,7 @@ cache exactly, whichever layers had already run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +17,17 @@ import torch
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
-from omlx_cache.tables import send, sink_slots_of_row, slots_of_row, tables_of_rows
+from omlx_cache.tables import (
+    blocks_of_rows,
+    send,
+    sink_slots_of_row,
+    slots_of_row,
+    tables_of_rows,
+)
 from omlx_kernels.layout import Tier
 from omlx_kernels.metadata import AttentionMetadata
+
+SplitSize = Callable[[list[int], torch.device], int]
 
 
 @dataclass
@@ -73,7 +82,8 @@ class StepPlan:
         blocks: allocator of the block tiers.
         pages: allocator of the sink pages (space ``Tier.SINK``).
         policy: which tier a block belongs to.
-        blocks_per_split: see `tables_of_rows`.
+        split_size: from the blocks of each row and tier, and the device, the blocks that a decode
+            split reads at most.
         release: whether blocks that the window has left behind are released at the end.
 
     Raises:
@@ -90,13 +100,13 @@ class StepPlan:
         blocks: BlockAllocator,
         pages: BlockAllocator,
         policy: TierPolicy,
-        blocks_per_split: int,
+        split_size: SplitSize,
         release: bool,
     ) -> None:
         self._release = release
         self.geometry, self.policy, self.valid = geometry, policy, valid
         self._blocks, self._pages = blocks, pages
-        self._blocks_per_split = blocks_per_split
+        self._split_size = split_size
         self._devices: dict[torch.device, DeviceTables] = {}
         self.rows = [RowPlan(row, n) for row, n in zip(rows, new_tokens, strict=True)]
         starts = [
@@ -201,12 +211,13 @@ class StepPlan:
         return self._devices[device]
 
     def _build_tables(self, device: torch.device) -> DeviceTables:
+        rows = [row.blocks for row in self.rows]
         arrays = tables_of_rows(
-            [row.blocks for row in self.rows],
+            rows,
             [row.sink_page for row in self.rows],
             [row.length for row in self.rows],
             [row.new_tokens for row in self.rows],
-            self._blocks_per_split,
+            self._split_size(blocks_of_rows(rows), device),
         )
         names = list(arrays)
         pairs = {(old.tier, new.tier) for old, new in self.conversions.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from omlx_cache.layer_group import LayerGroup
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels.errors import OutOfBlocksError
-from omlx_kernels.layout import Tier
+from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 SIZE = 64
 
@@ -30,7 +31,6 @@ def new_group(sinks=4, window=None, recent=0, max_blocks=None, ranges=ONE) -> La
         keep_sinks=True,
         policy=TierPolicy(recent, ranges),
         max_blocks=max_blocks,
-        blocks_per_split=2,
     )
 
 
@@ -252,3 +252,31 @@ def test_several_tiers_convert_in_one_step():
     assert pairs == sorted(set(pairs))
     assert (Tier.HOT, Tier.K8V8) in pairs
     assert any(old is not Tier.HOT for old, _ in pairs)
+
+
+def test_splits_are_sized_for_a_gpu_and_cover_each_tier_once(monkeypatch):
+    from omlx_cache import layer_group
+
+    group = new_group()
+    group.rows = [Sequence(), Sequence()]
+    group.begin([64 * 40, 70], None)
+    group.commit()
+    pool = SimpleNamespace(format=SimpleNamespace(num_kv_heads=8))
+    group.layers = [SimpleNamespace(pool=pool)]
+    monkeypatch.setattr(layer_group, "num_multiprocessors", lambda device: 82)
+    size = group._split_size([40, 1], torch.device("cuda"))
+    assert 1 <= size < 40
+    monkeypatch.setattr(group, "_split_size", lambda blocks, device: size)
+    group.begin([1, 1], None)
+    meta = group.step.tables(_cpu()).meta
+    group.step.rollback()
+    covered = []
+    for seq, tier, first, last in meta.splits.tolist():
+        if tier != Tier.SINK:
+            assert last - first <= size
+            bounds = meta.tier_starts[seq, BLOCK_TIERS.index(tier) :].tolist()
+            assert bounds[0] <= first < last <= bounds[1]
+            covered += [(seq, entry) for entry in range(first, last)]
+    entries = [(s, e) for s in range(2) for e in range(int(meta.tier_starts[s, -1]))]
+    assert covered == entries
+    assert meta.split_starts.tolist()[-1] == len(meta.splits)
