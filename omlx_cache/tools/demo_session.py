@@ -70,8 +70,11 @@ def run_demo(settings: Settings, console: Console) -> dict:
         WrongSettingError: the configuration is wrong, or there is not enough text.
         OutOfBlocksError: the configuration's pool is too small for the chat.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    with _threads(settings.threads):
+        return _run(settings, console)
+
+
+def _run(settings: Settings, console: Console) -> dict:
     with _setting_errors():
         omlx_cache.CacheConfig.resolve(settings.config, **settings.overrides())
         device = checked_device(settings.device)
@@ -128,6 +131,16 @@ class StockBytes:
         now = sum(storages.values())
         self._peak = max(self._peak, now)
         return Bytes(now, self._peak)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
