@@ -48,8 +48,12 @@ class Settings:
         return {} if self.window is None else {"window_size": self.window}
 
     def as_data(self) -> dict:
-        """Return the settings as plain data for JSON."""
-        return asdict(self) | {"config": None if self.config is None else str(self.config)}
+        """Return the settings, and the cache's configuration in full, as plain data for JSON."""
+        cache = omlx_cache.CacheConfig.resolve(self.config, **self.overrides())
+        return asdict(self) | {
+            "config": None if self.config is None else str(self.config),
+            "cache": cache.model_dump(mode="json"),
+        }
 
 
 class WrongSettingError(ValueError):

@@ -107,8 +107,13 @@ def test_a_window_bounds_the_patched_cache(tiny: Path, tmp_path: Path):
     for window in ("100", "5000"):
         out = tmp_path / f"{window}.json"
         chat = ["--turns", "4", "--message-tokens", "250", "--answer-tokens", "3"]
-        assert run("--model", tiny, *chat, "--window", window, "--json", out).exit_code == 0
-        sizes[window] = json.loads(out.read_text())["patched"]["summary"]["cache_end_bytes"]
+        result = run("--model", tiny, *chat, "--window", window, "--json", out)
+        assert result.exit_code == 0, result.output
+        report = json.loads(out.read_text())
+        sizes[window] = report["patched"]["summary"]["cache_end_bytes"]
+        assert report["settings"]["cache"]["window_size"] == int(window)
+        said = "saw no more than the last 100 tokens" in " ".join(result.output.split())
+        assert said == (window == "100")
     assert sizes["100"] < sizes["5000"]
 
 
