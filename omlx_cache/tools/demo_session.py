@@ -176,7 +176,8 @@ def _load(settings: Settings, device: str, console: Console):
         tokenizer = load_tokenizer(path)
     console.print(
         f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, on "
-        f"{next(model.parameters()).device}, {torch.get_num_threads()} threads, {_configuration(settings)}",
+        f"{next(model.parameters()).device}, {torch.get_num_threads()} threads, "
+        f"{_configuration(settings)}",
         highlight=False,
     )
     return model, tokenizer
