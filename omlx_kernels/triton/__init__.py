@@ -1,0 +1,30 @@
+"""The ops as Triton kernels; importing this touches no driver. Contract: `omlx_kernels.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from omlx_kernels.layout import LayerBlocks
+from omlx_kernels.metadata import AttentionMetadata
+from omlx_kernels.triton.append_kv import append_kv
+from omlx_kernels.triton.convert_blocks import convert_blocks
+from omlx_kernels.triton.decode import paged_decode
+from omlx_kernels.triton.extend import paged_extend
+
+__all__ = ["append_kv", "convert_blocks", "paged_attention"]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    blocks: LayerBlocks,
+    meta: AttentionMetadata,
+    *,
+    sm_scale: float,
+    window_size: int | None = None,
+    keep_sinks: bool = True,
+) -> torch.Tensor:
+    """Decode where no sequence has more than one query, else extend."""
+    attend = paged_decode if meta.max_query_len == 1 else paged_extend
+    return attend(
+        q, blocks, meta, sm_scale=sm_scale, window_size=window_size, keep_sinks=keep_sinks
+    )

@@ -1,0 +1,78 @@
+"""Scatter the newest tokens' keys and values into their slots.
+
+Grid: (tokens, tiles of kv heads). Moves: each key and value is read once and written once, plus
+8 bytes of slot a program. The sources keep their strides (a transposed projection is read where it
+lies); the destination is contiguous. Contract: `omlx_kernels.ops.append_kv`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from omlx_kernels.launch import append_config
+from omlx_kernels.layout import TierBlocks
+from omlx_kernels.triton.common import block_d, tile_mask
+
+
+@triton.jit
+def _append_kv_kernel(
+    k_ptr,
+    v_ptr,
+    dst_k_ptr,
+    dst_v_ptr,
+    slot_ptr,
+    stride_k_token,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_token,
+    stride_v_head,
+    stride_v_dim,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = tile_mask(heads < KV_HEADS, offs_d, HEAD_DIM, BLOCK_D)
+    h, d = heads[:, None], offs_d[None, :].to(tl.int64)
+
+    row = (slot // SIZE * KV_HEADS + h) * SIZE + slot % SIZE
+    dst = row * HEAD_DIM + d
+    k_src = k_ptr + token * stride_k_token + h * stride_k_head + d * stride_k_dim
+    v_src = v_ptr + token * stride_v_token + h * stride_v_head + d * stride_v_dim
+    tl.store(dst_k_ptr + dst, tl.load(k_src, mask=mask, other=0.0), mask=mask)
+    tl.store(dst_v_ptr + dst, tl.load(v_src, mask=mask, other=0.0), mask=mask)
+
+
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
+) -> None:
+    """Write each token's key and value into its slot; see `omlx_kernels.ops.append_kv`."""
+    tokens, heads, dim = k.shape
+    tile_d = block_d(dim)
+    config = append_config(heads, tile_d)
+    grid = (tokens, triton.cdiv(heads, config.block_m))
+    with torch.cuda.device_of(k):
+        _append_kv_kernel[grid](
+            k,
+            v,
+            dst.k,
+            dst.v,
+            slot_mapping,
+            *k.stride(),
+            *v.stride(),
+            KV_HEADS=heads,
+            SIZE=dst.k.shape[2],
+            HEAD_DIM=dim,
+            BLOCK_D=tile_d,
+            BLOCK_H=config.block_m,
+            num_warps=config.num_warps,
+        )

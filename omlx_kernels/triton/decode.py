@@ -1,0 +1,240 @@
+"""Decode: one query a sequence, split over the keys (split-KV), then merged by log-sum-exp.
+
+    split s:  m_s = max_t s_t,  l_s = sum_t 2**(s_t - m_s),  o_s = sum_t 2**(s_t - m_s) v_t / l_s,
+              lse_s = m_s + log2(l_s)      (base 2; -inf where the split holds no visible key)
+    merge:    o = sum_s 2**(lse_s - lse) o_s,  lse = log2 sum_s 2**lse_s   (0 where all are -inf)
+
+Grid of the split kernel: (splits, kv heads, tiles of the query heads that share a kv head). A split
+holds blocks of one tier (`AttentionMetadata.splits`), so a program branches once, then runs that
+tier's plain loop. Moves: each visible key and value of the split once for all query heads of the
+group, plus 4 * (head_dim + 1) bytes a (split, query head), written once and read once.
+Grid of the merge kernel: (sequences, query heads).
+
+Source: FlashDecoding (Dao et al. 2023). Contract: `omlx_kernels.ops.paged_attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from omlx_kernels.launch import decode_config
+from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
+from omlx_kernels.metadata import AttentionMetadata
+from omlx_kernels.triton.common import (
+    DTYPE_NAMES,
+    LOG2_E,
+    NO_WINDOW,
+    TABLES,
+    TIER_HOT,
+    TIER_K8V8,
+    block_d,
+    block_sink,
+    current_target,
+    narrow,
+    tier_pointers,
+    tile_mask,
+)
+from omlx_kernels.triton.tiers import attend_hot_tiles, attend_k8v8_tiles, attend_sink_page
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "window_size"], do_not_specialize_on_alignment=TABLES
+)
+def _paged_decode_kernel(
+    q_ptr,
+    partial_ptr,
+    lse_ptr,
+    sink,
+    hot,
+    k8v8,
+    block_table_ptr,
+    block_starts_ptr,
+    sink_pages_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    splits_ptr,
+    stride_q_token,
+    stride_q_head,
+    stride_table,
+    window_size,
+    sm_scale_log2,
+    KEEP_SINKS: tl.constexpr,
+    SINK_TOKENS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SINK: tl.constexpr,
+    QUANT_GROUP: tl.constexpr,
+):
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.load(splits_ptr + split * 4)
+    tier = tl.load(splits_ptr + split * 4 + 1)
+    first = tl.load(splits_ptr + split * 4 + 2)
+    last = tl.load(splits_ptr + split * 4 + 3)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    token = tl.load(query_start_loc_ptr + seq)
+    # A sequence without a query in this step is not merged either: nothing to write.
+    if tl.load(query_start_loc_ptr + seq + 1) == token:
+        return
+
+    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP_SIZE + offs_m
+    mask = tile_mask(offs_m < GROUP_SIZE, offs_d, HEAD_DIM, BLOCK_D)
+    q_row = token.to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
+    q = tl.load(q_ptr + q_row[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+    position = seq_len - 1
+    row_pos = tl.full([BLOCK_M], 0, tl.int32) + position
+    key_first = position - window_size + 1
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+    starts_ptr = block_starts_ptr + seq.to(tl.int64) * stride_table
+
+    # A tile that is wholly masked costs a turn of the loop, but its loads are predicated off.
+    if tier == TIER_K8V8:
+        TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
+        acc, m_i, l_i = attend_k8v8_tiles(
+            q, k8v8, table_ptr, starts_ptr, first * TILES, last * TILES, kv_head, key_first,
+            seq_len, row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+            QUANT_GROUP, PLANAR=True,
+        )  # fmt: skip
+    elif tier == TIER_HOT:
+        HOT_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+        acc, m_i, l_i = attend_hot_tiles(
+            q, acc, m_i, l_i, hot, table_ptr, starts_ptr, first * HOT_TILES, last * HOT_TILES,
+            kv_head, key_first, seq_len, row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE,
+            HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    else:
+        page = tl.load(sink_pages_ptr + seq)
+        acc, m_i, l_i = attend_sink_page(
+            q, acc, m_i, l_i, sink, page, kv_head, key_first, seq_len, row_pos, window_size,
+            sm_scale_log2, KEEP_SINKS, SINK_TOKENS, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SINK,
+        )  # fmt: skip
+
+    row = split.to(tl.int64) * (KV_HEADS * GROUP_SIZE) + head
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no visible key: m_i = -inf, acc = 0
+    tl.store(lse_ptr + row, m_i + tl.log2(l_safe), mask=offs_m < GROUP_SIZE)
+    out = acc * (1.0 / l_safe)[:, None]
+    tl.store(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["query_start_loc_ptr", "split_starts_ptr"])
+def _merge_splits_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    query_start_loc_ptr,
+    split_starts_ptr,
+    Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + seq)
+    if tl.load(query_start_loc_ptr + seq + 1) == token:
+        return
+    first = tl.load(split_starts_ptr + seq)
+    last = tl.load(split_starts_ptr + seq + 1)
+    offs_d = tl.arange(0, BLOCK_D)
+    m_i = float("-inf")
+    l_i = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for base in tl.range(first, last, BLOCK_S):
+        split = base + tl.arange(0, BLOCK_S)
+        row = split.to(tl.int64) * Q_HEADS + head
+        lse = tl.load(lse_ptr + row, mask=split < last, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(lse - m_safe)
+        alpha = tl.exp2(m_i - m_safe)
+        mask = tile_mask(lse > float("-inf"), offs_d, HEAD_DIM, BLOCK_D)
+        partial = partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :]
+        partial = tl.load(partial, mask=mask, other=0.0)
+        acc = acc * alpha + tl.sum(weight[:, None] * partial, 0)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        m_i = m_new
+    out = acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))
+    row = (token.to(tl.int64) * Q_HEADS + head) * HEAD_DIM
+    out = narrow(out, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row + offs_d, out, mask=offs_d < HEAD_DIM)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    blocks: LayerBlocks,
+    meta: AttentionMetadata,
+    *,
+    sm_scale: float,
+    window_size: int | None = None,
+    keep_sinks: bool = True,
+) -> torch.Tensor:
+    """Attend at most one query a sequence; see `omlx_kernels.ops.paged_attention`."""
+    tokens, q_heads, dim = q.shape
+    kv_heads = blocks.hot.k.shape[1]
+    group = q_heads // kv_heads
+    tile_d = block_d(dim)
+    config = decode_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], group)
+    num_splits = meta.splits.shape[0]
+    out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    partial = torch.empty((num_splits, q_heads, dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((num_splits, q_heads), dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        if num_splits:
+            _paged_decode_kernel[(num_splits, kv_heads, triton.cdiv(group, config.block_m))](
+                q,
+                partial,
+                lse,
+                *tier_pointers(blocks),
+                meta.block_table,
+                meta.block_starts,
+                meta.sink_pages,
+                meta.seq_lens,
+                meta.query_start_loc,
+                meta.splits,
+                q.stride(0),
+                q.stride(1),
+                meta.block_table.shape[1],
+                NO_WINDOW if window_size is None else window_size,
+                sm_scale * LOG2_E,
+                KEEP_SINKS=keep_sinks,
+                SINK_TOKENS=blocks.sink_tokens,
+                BLOCK_SIZE=blocks.block_size,
+                KV_HEADS=kv_heads,
+                GROUP_SIZE=group,
+                HEAD_DIM=dim,
+                BLOCK_D=tile_d,
+                BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n,
+                BLOCK_SINK=block_sink(blocks.sink_tokens),
+                QUANT_GROUP=QUANT_GROUP,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+                enable_fp_fusion=True,
+            )
+        _merge_splits_kernel[(meta.num_seqs, q_heads)](
+            partial,
+            lse,
+            out,
+            meta.query_start_loc,
+            meta.split_starts,
+            Q_HEADS=q_heads,
+            HEAD_DIM=dim,
+            BLOCK_D=tile_d,
+            BLOCK_S=16,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out

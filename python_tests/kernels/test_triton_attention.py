@@ -1,0 +1,199 @@
+"""Triton's `paged_attention`, decode and extend, against the float64 oracle on the same codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import Case, build_splits, make_case
+from tolerance import assert_as_exact_as_plain
+from triton_device import needs_device, to_device
+
+import omlx_kernels.triton as kernels
+from omlx_kernels import ops
+from omlx_kernels.layout import Tier
+
+pytestmark = needs_device
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LENGTHS = st.integers(0, 270) | st.sampled_from([0, 1, 3, 4, 5, 63, 64, 67, 68, 69, 131, 132, 133])
+
+
+def run(case: Case, **kwargs) -> torch.Tensor:
+    """Run the kernels on the case and return the output on the CPU."""
+    case = to_device(case)
+    out = kernels.paged_attention(
+        case.q, case.blocks, case.meta, **case.attention_kwargs(), **kwargs
+    )
+    return out.cpu()
+
+
+def check(case: Case, **kwargs) -> None:
+    """Compare the kernels with the oracle."""
+    got = run(case, **kwargs)
+    assert_as_exact_as_plain(got, case, **case.attention_kwargs(), **kwargs)
+
+
+def settings_of_case(draw, lens: list[int], new: list[int]) -> tuple[Case, dict]:
+    """Draw everything but the lengths."""
+    heads = draw(st.sampled_from([(1, 1), (3, 1), (4, 2), (2, 2), (18, 1)]), label="heads")
+    window = draw(st.none() | st.integers(1, 300), label="window")
+    case = make_case(
+        lens,
+        new,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=draw(st.sampled_from([64, 64, 32, 80, 96, 112, 128, 256]), label="head_dim"),
+        block_size=draw(st.sampled_from([64, 128]), label="block_size"),
+        sink_tokens=draw(st.sampled_from([0, 1, 4, 64]), label="sinks"),
+        hot_blocks=draw(st.integers(0, 2), label="hot"),
+        dtype=draw(st.sampled_from(DTYPES), label="dtype"),
+        blocks_per_split=draw(st.integers(1, 4), label="blocks_per_split"),
+        # Left out of the table or only masked: both are legal.
+        window_size=window if draw(st.booleans(), label="released") else None,
+        seed=draw(st.integers(0, 2**20), label="seed"),
+    )
+    return case, {"window_size": window, "keep_sinks": draw(st.booleans(), label="keep")}
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_decode_equals_oracle(data):
+    lens = data.draw(st.lists(LENGTHS, min_size=1, max_size=3), label="lens")
+    new = [data.draw(st.integers(0, min(n, 1)), label="new") for n in lens]
+    case, kwargs = settings_of_case(data.draw, lens, new)
+    check(case, **kwargs)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_extend_equals_oracle(data):
+    lens = data.draw(st.lists(LENGTHS, min_size=1, max_size=2), label="lens")
+    new = [data.draw(st.integers(0, min(n, 70)), label="new") for n in lens]
+    case, kwargs = settings_of_case(data.draw, lens, new)
+    check(
+        dataclasses.replace(case, meta=dataclasses.replace(case.meta, max_query_len=71)), **kwargs
+    )
+
+
+@pytest.mark.parametrize("new", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [-1, 0, 1, 2])
+def test_window_edges(new, dtype, width):
+    # The window ends around the first token of a block, for the only or the last query.
+    case = make_case([200], [new], dtype=dtype, head_dim=32, sink_tokens=4)
+    check(case, window_size=200 - 132 + width, keep_sinks=False)
+
+
+@pytest.mark.parametrize("new", [1, 30])
+@pytest.mark.parametrize("window", [210, 211, 2**31 - 1])
+def test_window_of_all_tokens_is_no_window(new, window):
+    case = make_case([210], [new], head_dim=32)
+    assert torch.equal(run(case, window_size=window), run(case, window_size=None))
+
+
+@pytest.mark.parametrize("new", [1, 30])
+def test_tiles_outside_the_window_are_not_loaded(new):
+    window = 50
+    case = make_case([330], [new], head_dim=32, hot_blocks=3)
+    want = run(case, window_size=window)
+    starts, bounds = case.meta.block_starts[0], case.meta.tier_starts[0].tolist()
+    unseen = starts + case.format.block_size <= 330 - new - window + 1
+    unseen[bounds[-1] :] = False
+    for first, last in itertools.pairwise(bounds):
+        assert unseen[first:last].any(), "each tier has a block outside the window"
+    case.meta.block_table[0, unseen] = 2**30  # reading there ends the process
+    assert torch.equal(run(case, window_size=window), want)
+
+
+@settings(max_examples=5)
+@given(st.integers(1, 5), st.integers(0, 3))
+def test_any_split_count_agrees(blocks_per_split, padding):
+    case = make_case([330, 70, 3], [1, 1, 1], num_q_heads=3, dtype=torch.float16)
+    splits, split_starts = build_splits(case.meta.tier_starts, [True] * 3, blocks_per_split)
+    empty = torch.tensor([[0, int(Tier.HOT), 0, 0]] * padding, dtype=torch.int32).reshape(-1, 4)
+    meta = dataclasses.replace(
+        case.meta, splits=torch.cat([splits, empty]), split_starts=split_starts
+    )
+    check(dataclasses.replace(case, meta=meta))
+
+
+def test_split_without_a_visible_key_is_neutral():
+    # One block a split, of which the window sees only the last.
+    case = make_case([330], [1], blocks_per_split=1, hot_blocks=0, head_dim=32)
+    check(case, window_size=20, keep_sinks=False)
+
+
+def test_permuted_table_rows_change_nothing_but_rounding():
+    case = make_case([400], [40], hot_blocks=2, head_dim=32)
+    bounds = case.meta.tier_starts[0].tolist()
+    for first, last in itertools.pairwise(bounds):
+        for table in (case.meta.block_table, case.meta.block_starts):
+            table[0, first:last] = table[0, first:last].flip(0)
+    check(case, window_size=150)
+
+
+@pytest.mark.parametrize("new", [1, 20])
+def test_strided_queries(new):
+    case = make_case([90], [new], num_q_heads=4, num_kv_heads=2, head_dim=32)
+    wide = torch.full((4, new, 40), float("nan"))
+    wide[:, :, :32] = case.q.transpose(0, 1)
+    check(dataclasses.replace(case, q=wide[:, :, :32].transpose(0, 1)))
+
+
+@pytest.mark.parametrize("new", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [2.0**-7, 2.0**-9])
+def test_small_values_keep_their_precision(new, dtype, size):
+    # Value scales near float16's smallest normal number: probability * scale must not underflow.
+    case = make_case([300], [new], dtype=dtype)
+    for tensor in (case.blocks.k8v8.v_scale, case.blocks.hot.v, case.blocks.sink.v):
+        tensor.mul_(size)
+    check(case)
+
+
+@pytest.mark.parametrize("new", [1, 20])
+def test_biased_keys(new):
+    # A few channels far from zero, as in Qwen2: their codes are small steps on a large offset.
+    case = make_case([300], [new], dtype=torch.float16)
+    bias = torch.zeros(64)
+    bias[::16] = torch.tensor([400.0, -300.0, 250.0, -420.0])
+    for tensor in (case.blocks.k8v8.k_zero, case.blocks.hot.k, case.blocks.sink.k):
+        tensor.add_(bias.to(tensor.dtype))
+    check(case)
+
+
+@pytest.mark.parametrize(("new", "kernel"), [(1, "decode"), (2, "extend")])
+def test_dispatch(new, kernel, monkeypatch):
+    from omlx_kernels.triton import decode, extend
+
+    ran = []
+    for module, name in (
+        (decode, "_paged_decode_kernel"),
+        (decode, "_merge_splits_kernel"),
+        (extend, "_paged_extend_kernel"),
+    ):
+        monkeypatch.setattr(module, name, _Spy(getattr(module, name), name, ran))
+    case = to_device(make_case([70], [new], head_dim=32))
+    with ops.use_implementation("triton"):
+        ops.paged_attention(case.q, case.blocks, case.meta, **case.attention_kwargs())
+    want = {
+        "decode": ["_paged_decode_kernel", "_merge_splits_kernel"],
+        "extend": ["_paged_extend_kernel"],
+    }
+    assert ran == want[kernel]
+
+
+class _Spy:
+    """Stands for a kernel and notes its launches."""
+
+    def __init__(self, kernel, name: str, ran: list[str]) -> None:
+        self.kernel, self.name, self.ran = kernel, name, ran
+
+    def __getitem__(self, grid):
+        self.ran.append(self.name)
+        return self.kernel[grid]
