@@ -53,6 +53,7 @@ setup(
         "typer",
         "rich",
         "safetensors",
+        "filelock",
     ],
     extras_require={
         "gptq": GPTQ,

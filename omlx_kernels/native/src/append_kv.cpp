@@ -1,4 +1,4 @@
-// Scatter new tokens into their slots: [token, head, dim] of any strides to [block, head, slot, dim].
+// Scatter new tokens, [token, head, dim] of any strides, into their slots [block, head, slot, dim].
 #include <algorithm>
 #include <cstring>
 
@@ -41,8 +41,8 @@ void append(const AppendArgs& a) {
                  (long long)a.slots[token]);
     const int64_t bytes =
         2 * a.num_tokens * a.kv_heads * a.head_dim * element_size(a.dtype);
-    const int64_t step = 16;
-    parallel_for((a.num_tokens + step - 1) / step, threads_for(bytes, a.num_threads), [&](int64_t i) {
+    const int64_t step = 16, threads = threads_for(bytes, a.num_threads);
+    parallel_for((a.num_tokens + step - 1) / step, threads, [&](int64_t i) {
         for (int64_t t = i * step; t < std::min((i + 1) * step, a.num_tokens); ++t) {
             if (a.dtype == F32) append_token<float>(a, t);
             else append_token<uint16_t>(a, t);

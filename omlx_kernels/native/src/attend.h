@@ -25,6 +25,9 @@ namespace {
 
 using namespace omlx;
 
+// A largest magnitude of at most this counts as zero; its inverse could be infinite.
+constexpr float NOTHING = 1e-30f;
+
 struct Scratch {
     float *q, *folded, *scores, *steps, *k_steps, *biases;
     char* query_codes;
@@ -131,8 +134,8 @@ inline void fold_query(const K8V8Tile& tile, int dim, int64_t row, const Scratch
     const int fits = static_cast<int>(0x7fffffffll / (255ll * dim));
     const float limit = static_cast<float>(fits < 16256 ? fits : 16256);
     const float amax = reduce_max(top);
-    const float inverse = amax > 0.0f ? limit / amax : 0.0f;
-    const float step = amax > 0.0f ? amax / limit : 0.0f;
+    const float inverse = amax > NOTHING ? limit / amax : 0.0f;
+    const float step = amax > NOTHING ? amax / limit : 0.0f;
     QueryCodes codes = s.codes(row);
     for (int c = 0; c < s.stride; c += W) {
         const vf x = c < dim ? load(s.folded + c) : splat(0.0f);
@@ -152,9 +155,9 @@ inline float fold_weights(const float* p, const float* scales, WeightCodes& code
         top = vmax(top, w[i]);
     }
     const float amax = reduce_max(top);
-    const float inverse = amax > 0.0f ? 32767.0f / amax : 0.0f;
+    const float inverse = amax > NOTHING ? 32767.0f / amax : 0.0f;
     for (int i = 0; i < TILE / W; ++i) codes.set(i * W, to_int(w[i] * splat(inverse)));
-    return amax > 0.0f ? amax / 32767.0f : 0.0f;
+    return amax > NOTHING ? amax / 32767.0f : 0.0f;
 }
 
 template <class T>
@@ -264,63 +267,6 @@ inline void attend_typed(const AttentionArgs& a, const Rows& rows, const Piece* 
                            rows.count, s, out);
             }
         }
-    }
-}
-
-template <class T>
-inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partials,
-                         int64_t num_partials) {
-    const int dim = static_cast<int>(a.blocks.head_dim);
-    const int64_t stride = round_up(dim, 64), group = a.num_q_heads / a.blocks.kv_heads;
-    for (int64_t r = 0; r < rows.count; ++r) {
-        float top = -INF, sum = 0.0f;
-        for (int64_t i = 0; i < num_partials; ++i) {
-            const float m = partial_at(partials, i, rows.count, stride).max[r];
-            top = m > top ? m : top;
-        }
-        const int64_t row = rows.first + r;
-        T* out = reinterpret_cast<T*>(a.out) +
-                 ((rows.first_token + row / group) * a.num_q_heads + rows.kv_head * group +
-                  row % group) * dim;
-        float* merged = partials + r * stride;  // the first partial's acc
-        for (int64_t i = 0; i < num_partials; ++i) {
-            const Partial p = partial_at(partials, i, rows.count, stride);
-            // A part that saw nothing has max = -inf; NaN scores must not look like it.
-            const float factor = p.max[r] == -INF && p.sum[r] == 0.0f ? 0.0f : exp(p.max[r] - top);
-            sum += factor * p.sum[r];
-            for (int c = 0; c < stride; c += W) {
-                const vf x = load(p.acc + r * stride + c) * splat(factor);
-                store(merged + c, i ? load(merged + c) + x : x);
-            }
-        }
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        for (int c = 0; c < dim; c += W)
-            store_row(out, load(merged + c) * splat(inverse), c, dim);
-    }
-}
-
-template <class T>
-inline void merge_typed(const MergeArgs& a, int64_t head) {
-    const int dim = static_cast<int>(a.head_dim);
-    for (int64_t row = 0; row < a.rows; ++row) {
-        const int64_t index = head * a.rows + row;
-        float* acc = a.acc + index * dim;
-        const T* part = reinterpret_cast<const T*>(a.part) + index * dim;
-        const bool blind = a.blind && a.blind[row];
-        const float old = a.is_first ? -INF : a.lse[index];
-        const float more =
-            blind ? -INF : a.part_lse[head * a.lse_stride_head + row * a.lse_stride_row];
-        const float top = old > more ? old : more;
-        const float keep = old == -INF ? 0.0f : exp(old - top);
-        const float add = blind ? 0.0f : exp(more - top);
-        const float sum = keep + add, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        for (int c = 0; c < dim; c += W) {
-            vf x = splat(0.0f);
-            if (keep != 0.0f) x = load_row(acc, c, dim) * splat(keep * inverse);
-            if (add != 0.0f) x = fma(load_row(part, c, dim), splat(add * inverse), x);
-            store_row(acc, x, c, dim);
-        }
-        a.lse[index] = sum == 0.0f ? -INF : top + __builtin_logf(sum);
     }
 }
 

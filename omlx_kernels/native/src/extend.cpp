@@ -42,7 +42,8 @@ void gather(const GatherArgs& a) {
 void merge(const MergeArgs& a) {
     const Kernels& kernel = kernels();
     const int64_t bytes = a.heads * a.rows * a.head_dim * element_size(a.dtype);
-    parallel_for(a.heads, threads_for(bytes, a.num_threads), [&](int64_t head) { kernel.merge(a, head); });
+    parallel_for(a.heads, threads_for(bytes, a.num_threads),
+                 [&](int64_t head) { kernel.merge(a, head); });
 }
 
 }  // namespace

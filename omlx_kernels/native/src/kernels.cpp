@@ -1,5 +1,6 @@
 // Compiled once for every instruction set, with OMLX_AVX512, OMLX_AVX2 or neither defined.
 #include "attend.h"
+#include "merge.h"
 #include "quantize.h"
 
 namespace {

@@ -42,7 +42,8 @@ inline void quantize_keys(const T* k, int dim, uint8_t* codes, uint16_t* scale, 
         const vf zeros = load(lows), scales = load(highs);
         for (int t = 0; t < QUANT_GROUP; ++t) {
             const vf x = load_row(k + int64_t(t) * dim, c, dim);
-            store_row(codes + int64_t(t) * dim, round_between((x - zeros) / scales, 0, 255), c, dim);
+            const vf code = round_between((x - zeros) / scales, 0, 255);
+            store_row(codes + int64_t(t) * dim, code, c, dim);
         }
     }
 }
