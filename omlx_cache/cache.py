@@ -19,12 +19,8 @@ from omlx_cache.compat import Cache, CacheLayerMixin
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.patch_state import PatchState, state_of
-<<<<<<< HEAD
 from omlx_cache.policy.tiering import TierPolicy
-from omlx_cache.cache_report import CacheReport
 from omlx_cache.rotary import rotate
-=======
->>>>>>> main
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels import ops
 from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier
