@@ -100,7 +100,9 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 
 # --no-build-isolation: gptqmodel and its dependencies build from source and must see the torch above.
 # BUILD_CUDA_EXT=0: where auto-gptq has no wheel (Python >= 3.12), its source must not ask for a CUDA toolkit.
-$(VENV)/.ready: setup.py constraints.txt $(VENV)/.torch
+NATIVE := $(wildcard omlx_kernels/native/src/*) omlx_kernels/native/build.py
+
+$(VENV)/.ready: setup.py constraints.txt $(NATIVE) $(VENV)/.torch
 	$(say) "environment (3/4): omlx_cache[$(EXTRAS)] (1 to 3 minutes)"
 	@BUILD_CUDA_EXT=0 $(PIP) --no-build-isolation -e '.[$(EXTRAS)]' || { \
 	  echo 'If the error above is about a compiler, Python.h or pcre2: gptqmodel needs PyPcre, which is built' \

@@ -1,5 +1,6 @@
 """Package metadata and dependencies. Tool settings: pyproject.toml; exact pins: constraints.txt."""
 
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -22,6 +23,9 @@ GPTQ = [
 # are for Python <= 3.11; later Pythons build its source, with BUILD_CUDA_EXT=0 in the environment.
 AUTO_GPTQ = ["auto-gptq==0.7.1"]
 
+# The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
+# says what is slower. Loaded by path, for the package itself needs torch.
+NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
 
 setup(
     name="omlx_cache",
@@ -32,9 +36,10 @@ setup(
     author="omlx_cache developers",
     license="Apache-2.0",
     python_requires=">=3.11",
+    **NATIVE["setup_arguments"](),
     packages=find_packages(include=["omlx_kernels*", "omlx_cache*"]),
     package_data={
-        "omlx_kernels": ["py.typed", "**/*.json", "**/*.yaml"],
+        "omlx_kernels": ["py.typed", "**/*.json", "**/*.yaml", "native/src/*"],
         "omlx_cache": ["py.typed", "**/*.json", "**/*.yaml"],
     },
     install_requires=[
@@ -48,6 +53,7 @@ setup(
         "typer",
         "rich",
         "safetensors",
+        "filelock",
     ],
     extras_require={
         "gptq": GPTQ,

@@ -1,19 +1,29 @@
 """A paged, quantized KV cache for Hugging Face models, in one call.
 
->>> import omlx_cache                                       # doctest: +SKIP
->>> omlx_cache.patch(model)                                 # doctest: +SKIP
->>> model.generate(**inputs, max_new_tokens=512)            # doctest: +SKIP
+    >>> import omlx_cache
+    >>> model = omlx_cache.patch(model)                         # doctest: +SKIP
+    >>> model.generate(**inputs, max_new_tokens=512)            # doctest: +SKIP
+
+Names are loaded on first use, so that importing the package does not import transformers.
 """
 
-from omlx_cache.cache import PagedCache
-from omlx_cache.config import CacheConfig
-from omlx_cache.patching import patch, patched, report, unpatch
-from omlx_cache.report import CacheReport
-from omlx_kernels.errors import OutOfBlocksError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
+    from omlx_cache.cache_report import CacheReport
+    from omlx_cache.config import CacheConfig
+    from omlx_cache.config_errors import ConfigError
+    from omlx_cache.patching import patch, patched, report, unpatch
+    from omlx_kernels.errors import OutOfBlocksError
 
 __all__ = [
     "CacheConfig",
     "CacheReport",
+    "ConfigError",
     "OutOfBlocksError",
     "PagedCache",
     "patch",
@@ -21,3 +31,26 @@ __all__ = [
     "report",
     "unpatch",
 ]
+
+_MODULES = {
+    "CacheConfig": "omlx_cache.config",
+    "CacheReport": "omlx_cache.cache_report",
+    "ConfigError": "omlx_cache.config_errors",
+    "OutOfBlocksError": "omlx_kernels.errors",
+    "PagedCache": "omlx_cache.cache",
+    "patch": "omlx_cache.patching",
+    "patched": "omlx_cache.patching",
+    "report": "omlx_cache.patching",
+    "unpatch": "omlx_cache.patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
+from omlx_cache.cache_report import CacheReport
 from omlx_cache.compat import Cache, CacheLayerMixin
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.patch_state import PatchState, state_of
-from omlx_cache.report import CacheReport
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels import ops
 from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier
@@ -172,7 +172,6 @@ class PagedCache(Cache):
             keep_sinks=keep_sinks,
             quantize=config.cache_bits != 16,
             max_blocks=config.max_gpu_blocks,
-            blocks_per_split=4,
         )
         self.groups.append(group)
         return group

@@ -8,19 +8,28 @@ window layers and full layers have two, and the window layers' blocks leave on t
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import reopen_block
 from omlx_cache.plan import StepPlan
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
+from omlx_kernels.launch import blocks_per_split
 from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedLayer
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class LayerGroup:
@@ -31,7 +40,6 @@ class LayerGroup:
         keep_sinks: whether sink tokens stay visible outside the window.
         quantize: whether blocks older than the recent tokens become 8-bit.
         max_blocks: bound on the blocks in use; None is no bound.
-        blocks_per_split: see `omlx_cache.tables.tables_of_rows`.
     """
 
     def __init__(
@@ -41,10 +49,8 @@ class LayerGroup:
         keep_sinks: bool,
         quantize: bool,
         max_blocks: int | None,
-        blocks_per_split: int,
     ) -> None:
         self.geometry, self.keep_sinks, self.quantize = geometry, keep_sinks, quantize
-        self.blocks_per_split = blocks_per_split
         self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
         self.pages = BlockAllocator([Tier.SINK])
         self.rows: list[Sequence] = []
@@ -100,8 +106,15 @@ class LayerGroup:
             blocks=self.blocks,
             pages=self.pages,
             quantize=self.quantize,
-            blocks_per_split=self.blocks_per_split,
+            split_size=self._split_size,
         )
+
+    def _split_size(self, row_blocks: list[int], device: torch.device) -> int:
+        """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split."""
+        if device.type != "cuda":
+            return max(row_blocks, default=0) or 1
+        kv_heads = self.layers[0].pool.format.num_kv_heads
+        return blocks_per_split(row_blocks, kv_heads, num_multiprocessors(device))
 
     def commit(self) -> None:
         """Finish the step in progress, and give back the memory that it freed."""

@@ -15,7 +15,7 @@ from omlx_cache.unwrap import unwrap
 
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
-    from omlx_cache.report import CacheReport
+    from omlx_cache.cache_report import CacheReport
 
 _ATTRIBUTE = "_omlx_patch"
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
 from omlx_cache.cache import PagedCache
+from omlx_cache.cache_report import CacheReport
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder
 from omlx_cache.generation import run_generate
@@ -24,7 +25,6 @@ from omlx_cache.patch_state import (
     find_state,
     state_of,
 )
-from omlx_cache.report import CacheReport
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 Model = TypeVar("Model")

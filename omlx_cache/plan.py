@@ -8,6 +8,7 @@ cache exactly, whichever layers had already run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +16,17 @@ import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
-from omlx_cache.tables import send, sink_slots_of_row, slots_of_row, tables_of_rows
+from omlx_cache.tables import (
+    blocks_of_rows,
+    send,
+    sink_slots_of_row,
+    slots_of_row,
+    tables_of_rows,
+)
 from omlx_kernels.layout import Tier
 from omlx_kernels.metadata import AttentionMetadata
+
+SplitSize = Callable[[list[int], torch.device], int]
 
 
 @dataclass
@@ -69,7 +78,8 @@ class StepPlan:
         blocks: allocator of the block tiers.
         pages: allocator of the sink pages (space ``Tier.SINK``).
         quantize: whether blocks older than the recent tokens become 8-bit.
-        blocks_per_split: see `tables_of_rows`.
+        split_size: from the blocks of each row and tier, and the device, the blocks that a decode
+            split reads at most.
 
     Raises:
         OutOfBlocksError: when the step needs more blocks than are free; nothing is changed.
@@ -85,11 +95,11 @@ class StepPlan:
         blocks: BlockAllocator,
         pages: BlockAllocator,
         quantize: bool,
-        blocks_per_split: int,
+        split_size: SplitSize,
     ) -> None:
         self.geometry, self.valid = geometry, valid
         self._blocks, self._pages = blocks, pages
-        self._blocks_per_split = blocks_per_split
+        self._split_size = split_size
         self._devices: dict[torch.device, DeviceTables] = {}
         self.rows = [RowPlan(row, n) for row, n in zip(rows, new_tokens, strict=True)]
         starts = [
@@ -191,12 +201,13 @@ class StepPlan:
         return self._devices[device]
 
     def _build_tables(self, device: torch.device) -> DeviceTables:
+        rows = [row.blocks for row in self.rows]
         arrays = tables_of_rows(
-            [row.blocks for row in self.rows],
+            rows,
             [row.sink_page for row in self.rows],
             [row.length for row in self.rows],
             [row.new_tokens for row in self.rows],
-            self._blocks_per_split,
+            self._split_size(blocks_of_rows(rows), device),
         )
         names = list(arrays)
         if self.conversions:

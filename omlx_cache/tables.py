@@ -7,6 +7,7 @@ always have the alignment that they were compiled for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -63,6 +64,12 @@ def tables_of_rows(
         "splits": np.asarray(splits, np.int32).reshape(-1, 4),
         "split_starts": np.asarray(split_starts, np.int32),
     }
+
+
+def blocks_of_rows(rows: Sequence[Sequence[StoredBlock]]) -> list[int]:
+    """Return how many blocks each row has in each tier, row by row."""
+    counts = [Counter(block.tier for block in row) for row in rows]
+    return [count[tier] for count in counts for tier in BLOCK_TIERS]
 
 
 def slots_of_row(

@@ -3,6 +3,7 @@
 | device | implementation |
 |---|---|
 | CUDA | ``omlx_kernels.triton`` |
+| CPU | ``omlx_kernels.native`` (C++) where its library loads |
 | anything else | ``omlx_kernels.vectorized`` (plain torch) |
 
 `implementation` says which one serves a device; `use_implementation` forces one, which is how the
@@ -23,14 +24,19 @@ from omlx_kernels.checks import check_append, check_attention, check_convert
 from omlx_kernels.layout import LayerBlocks, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
 
-IMPLEMENTATIONS = ("triton", "vectorized", "reference")
+IMPLEMENTATIONS = ("triton", "native", "vectorized", "reference")
 
 _forced: ContextVar[str | None] = ContextVar("omlx_forced_implementation", default=None)
 
 
 def implementation(device: torch.device) -> ModuleType:
     """Return the module that serves ``device``; it is imported on first use."""
-    name = _forced.get() or ("triton" if device.type == "cuda" else "vectorized")
+    name = _forced.get()
+    if name is None and device.type == "cuda":
+        name = "triton"
+    elif name is None:
+        is_native = device.type == "cpu" and import_module("omlx_kernels.native").available()
+        name = "native" if is_native else "vectorized"
     return import_module(f"omlx_kernels.{name}")
 
 

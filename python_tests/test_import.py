@@ -67,7 +67,7 @@ def test_importing_the_cache_touches_no_driver_and_no_gptq_engine():
         "import transformers.cache_utils, transformers.generation, transformers.modeling_utils",
         WATCH_DRIVERS,
         """
-        import omlx_cache
+        from omlx_cache import *
 
         assert_untouched()
         for name in ("auto_gptq", "gptqmodel", "optimum"):
@@ -111,14 +111,26 @@ def test_importing_the_cache_patches_nothing():
             return a is b
 
         before = snapshot()
-        import omlx_cache
+        from omlx_cache import *
         after = snapshot()
 
         changed = [
             ".".join(key) for key, value in before.items()
             if key not in after or not same(value, after[key])
         ]
-        assert not changed, f"import omlx_cache changed {changed}"
+        assert not changed, f"from omlx_cache import * changed {changed}"
+        """
+    )
+
+
+def test_the_package_itself_is_cheap_to_import():
+    run_python(
+        """
+        import omlx_cache
+
+        for name in ("torch", "transformers", "pydantic"):
+            assert name not in sys.modules, f"import omlx_cache imported {name}"
+        assert all(getattr(omlx_cache, name).__doc__ for name in omlx_cache.__all__)
         """
     )
 

@@ -30,7 +30,7 @@ def run_child(
         module: a module that writes ``{"step": ..., "done": ..., "total": ...}`` lines to standard
             output.
         arguments: its command-line arguments.
-        log: file that takes its standard error; removed if it succeeds.
+        log: file that takes its standard error; kept only if it fails.
         progress: told what the child says.
         environment: variables set for the child besides this process's own.
 
@@ -50,6 +50,9 @@ def run_child(
                 event = json.loads(line)
                 progress(event["step"], event["done"], event["total"])
             code = child.wait()
+        except BaseException:
+            log.unlink()
+            raise
         finally:
             if child.poll() is None:
                 child.kill()

@@ -4,8 +4,8 @@ Rendering the whole chat again at each turn could tokenize an old answer differe
 that were generated, and then no cache could be reused. So a turn is rendered once, as the text
 between the previous answer and the next one, and appended:
 
-    <system, user 1, "assistant:">  answer 1  <end, user 2, "assistant:">  answer 2  <end, user 3,
-    ...> `------ opening ids -------'   generated  `--- continuation ids ---'  generated
+    <system, user 1, "assistant:">  answer 1  <end, user 2, "assistant:">  answer 2  <end, ...
+    `------ opening ids -------'   generated  `--- continuation ids ---'  generated
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ class Conversation:
         if not mark:
             raise ValueError(
                 "Conversation: the tokenizer's chat template does not render the assistant's "
-                "messages; "
-                "use a tokenizer whose template does, or one without a template"
+                "messages; use a tokenizer whose template does, or one without a template"
             )
         return rest
 

@@ -48,8 +48,12 @@ class Settings:
         return {} if self.window is None else {"window_size": self.window}
 
     def as_data(self) -> dict:
-        """Return the settings as plain data for JSON."""
-        return asdict(self) | {"config": None if self.config is None else str(self.config)}
+        """Return the settings, and the cache's configuration in full, as plain data for JSON."""
+        cache = omlx_cache.CacheConfig.resolve(self.config, **self.overrides())
+        return asdict(self) | {
+            "config": None if self.config is None else str(self.config),
+            "cache": cache.model_dump(mode="json"),
+        }
 
 
 class WrongSettingError(ValueError):
@@ -70,8 +74,11 @@ def run_demo(settings: Settings, console: Console) -> dict:
         WrongSettingError: the configuration is wrong, or there is not enough text.
         OutOfBlocksError: the configuration's pool is too small for the chat.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    with _threads(settings.threads):
+        return _run(settings, console)
+
+
+def _run(settings: Settings, console: Console) -> dict:
     with _setting_errors():
         omlx_cache.CacheConfig.resolve(settings.config, **settings.overrides())
         device = checked_device(settings.device)
@@ -131,6 +138,16 @@ class StockBytes:
 
 
 @contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def _setting_errors() -> Iterator[None]:
     """Tell the user's errors from faults of ours: only inside of this are they the user's."""
     try:
@@ -159,8 +176,8 @@ def _load(settings: Settings, device: str, console: Console):
         tokenizer = load_tokenizer(path)
     console.print(
         f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, on "
-        f"{next(model.parameters()).device}, "
-        f"{torch.get_num_threads()} threads, {_configuration(settings)}",
+        f"{next(model.parameters()).device}, {torch.get_num_threads()} threads, "
+        f"{_configuration(settings)}",
         highlight=False,
     )
     return model, tokenizer

@@ -21,6 +21,7 @@ def explain(report: dict) -> list[str]:
         _memory(stock, patched, report["patched"]["turns"][-1]["context_tokens"]),
         *_speeds(stock, patched),
         *_text(report["stock"], report["patched"]),
+        _window(report["settings"], report["patched"]["turns"][-1]["context_tokens"]),
         "How it was measured: both runs in this process, one after the other, each after a short "
         "warm-up, greedy, on one cache over all turns. Stock bytes are those of the key and value "
         "tensors after each turn (the copy of one layer that torch.cat makes meanwhile is not in "
@@ -98,3 +99,13 @@ def _text(stock_run: dict, patched_run: dict) -> list[str]:
             f"(rounding tips nearly equal choices)."
         )
     return lines
+
+
+def _window(settings: dict, tokens: int) -> str:
+    window = settings.get("cache", {}).get("window_size")
+    if not isinstance(window, int) or window >= tokens:
+        return ""
+    return (
+        f"The patched model saw no more than the last {window:,} tokens and the first few, the "
+        f"stock model all {tokens:,}: less memory, and other answers where they need the rest."
+    )

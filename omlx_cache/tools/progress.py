@@ -97,7 +97,7 @@ class ConsoleProgress:
         now = time.monotonic()
         if step != self._step:
             self._step, self._last_line = step, now
-            self._console.print(f"{step} ...", highlight=False)
+            self._console.print(f"{step} ...", highlight=False, soft_wrap=True)
         elif total and (done == total or now - self._last_line >= self._plain_seconds):
             self._last_line = now
-            self._console.print(f"{step}: {done}/{total}", highlight=False)
+            self._console.print(f"{step}: {done}/{total}", highlight=False, soft_wrap=True)

@@ -142,7 +142,8 @@ def _run(job: str, source: Path, scratch: Path, more: tuple[str, ...], progress:
         "TOKENIZERS_PARALLELISM": "false",
     }
     arguments = [job, str(source), str(scratch / "checkpoint"), *more]
-    run_child(WORKER, arguments, scratch.parent / f"{job}.log", progress, environment)
+    log = scratch.parent / f"{scratch.name.partition('.tmp-')[0]}.log"
+    run_child(WORKER, arguments, log, progress, environment)
 
 
 def _require(module: str, remedy: str) -> None:

@@ -60,8 +60,7 @@ def token_ids(part: Part, tokenizer, count: int, offset: int = 0) -> list[int]:
     if count < 0 or offset < 0 or offset + count > len(ids):
         raise ValueError(
             f"token_ids: part {part!r} has {len(ids)} tokens with this tokenizer, asked for "
-            f"{offset} + {count}; "
-            f"ask for fewer, or take the part 'quality' (the longest)"
+            f"{offset} + {count}; ask for fewer, or take the part 'quality' (the longest)"
         )
     return ids[offset : offset + count]
 
@@ -108,8 +107,7 @@ def passages(part: Part, count: int, size: int, tokenizer=None) -> list[str]:
     unit = "characters" if tokenizer is None else "tokens"
     raise ValueError(
         f"passages: part {part!r} holds {len(found)} passages of {size} {unit} ({sum(lengths)} "
-        f"{unit} in all), "
-        f"asked for {count}; ask for fewer or shorter ones"
+        f"{unit} in all), asked for {count}; ask for fewer or shorter ones"
     )
 
 
@@ -138,8 +136,7 @@ def _topics_without_repetition() -> list[str]:
     except ImportError as error:
         raise PreparationError(
             "texts: this Python comes without pydoc_data.topics, the text that calibration and the "
-            "demo use; "
-            "install your distribution's full Python standard library"
+            "demo use; install your distribution's full Python standard library"
         ) from error
     seen: set[str] = set()
     texts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels.errors import OutOfBlocksError
-from omlx_kernels.layout import Tier
+from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 SIZE = 64
 
@@ -25,7 +26,6 @@ def new_group(sinks=4, window=None, recent=0, max_blocks=None, quantize=True) ->
         keep_sinks=True,
         quantize=quantize,
         max_blocks=max_blocks,
-        blocks_per_split=2,
     )
 
 
@@ -195,3 +195,31 @@ def test_require_is_exact(chunks, window):
                 break
             group.commit()
         assert fits == survived
+
+
+def test_splits_are_sized_for_a_gpu_and_cover_each_tier_once(monkeypatch):
+    from omlx_cache import layer_group
+
+    group = new_group()
+    group.rows = [Sequence(), Sequence()]
+    group.begin([64 * 40, 70], None)
+    group.commit()
+    pool = SimpleNamespace(format=SimpleNamespace(num_kv_heads=8))
+    group.layers = [SimpleNamespace(pool=pool)]
+    monkeypatch.setattr(layer_group, "num_multiprocessors", lambda device: 82)
+    size = group._split_size([40, 1], torch.device("cuda"))
+    assert 1 <= size < 40
+    monkeypatch.setattr(group, "_split_size", lambda blocks, device: size)
+    group.begin([1, 1], None)
+    meta = group.step.tables(_cpu()).meta
+    group.step.rollback()
+    covered = []
+    for seq, tier, first, last in meta.splits.tolist():
+        if tier != Tier.SINK:
+            assert last - first <= size
+            bounds = meta.tier_starts[seq, BLOCK_TIERS.index(tier) :].tolist()
+            assert bounds[0] <= first < last <= bounds[1]
+            covered += [(seq, entry) for entry in range(first, last)]
+    entries = [(s, e) for s in range(2) for e in range(int(meta.tier_starts[s, -1]))]
+    assert covered == entries
+    assert meta.split_starts.tolist()[-1] == len(meta.splits)

@@ -1,4 +1,4 @@
-"""The compile proof: every kernel, through its launcher, for GPUs that are not here (bench/aot.py)."""
+"""The compile proof: every kernel, through its launcher, for GPUs that are not here."""
 
 from __future__ import annotations
 

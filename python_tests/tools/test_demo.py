@@ -64,6 +64,14 @@ def test_a_chat_is_held_twice_and_measured(tiny: Path, tmp_path: Path):
     assert patched["summary"]["cache_peak_bytes"] >= patched["summary"]["cache_end_bytes"]
 
 
+def test_threads_are_set_for_the_demo_alone(tiny: Path, tmp_path: Path):
+    before = torch.get_num_threads()
+    out = tmp_path / "demo.json"
+    assert run("--model", tiny, *SHORT, "--threads", "1", "--json", out).exit_code == 0
+    assert json.loads(out.read_text())["machine"]["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
 def test_the_screen_shows_turns_text_tables_and_what_they_mean(tiny: Path):
     output = run("--model", tiny, *SHORT).output
     for name in ("stock", "patched"):
@@ -99,8 +107,13 @@ def test_a_window_bounds_the_patched_cache(tiny: Path, tmp_path: Path):
     for window in ("100", "5000"):
         out = tmp_path / f"{window}.json"
         chat = ["--turns", "4", "--message-tokens", "250", "--answer-tokens", "3"]
-        assert run("--model", tiny, *chat, "--window", window, "--json", out).exit_code == 0
-        sizes[window] = json.loads(out.read_text())["patched"]["summary"]["cache_end_bytes"]
+        result = run("--model", tiny, *chat, "--window", window, "--json", out)
+        assert result.exit_code == 0, result.output
+        report = json.loads(out.read_text())
+        sizes[window] = report["patched"]["summary"]["cache_end_bytes"]
+        assert report["settings"]["cache"]["window_size"] == int(window)
+        said = "saw no more than the last 100 tokens" in " ".join(result.output.split())
+        assert said == (window == "100")
     assert sizes["100"] < sizes["5000"]
 
 

@@ -139,6 +139,7 @@ time.sleep(600)
     with pytest.raises(KeyboardInterrupt):
         run_child(make_module(tmp_path, source, monkeypatch), [], tmp_path / "log", interrupt)
     assert not Path(f"/proc/{heard[0]}").exists() or sys.platform != "linux"
+    assert not (tmp_path / "log").exists()
 
 
 def test_gptqmodel_gets_two_workers_on_a_small_machine(monkeypatch):

@@ -1,0 +1,94 @@
+// The C ABI: what Python packs into structs (see ../__init__.py, which must list the same fields
+// in the same order) and the functions that it calls. Every integer is 64-bit, every tensor but q,
+// k and v (of append_kv) is contiguous; layouts are those of omlx_kernels/layout.py.
+#pragma once
+#include <cstdint>
+
+#define OMLX_API extern "C" __attribute__((visibility("default")))
+
+namespace omlx {
+
+enum Tier : int32_t { SINK = 0, HOT = 1, K8V8 = 2 };
+constexpr int BLOCK_TIERS = 2;  // HOT and K8V8: the tiers that a table row lists, in this order
+constexpr int QUANT_GROUP = 64;
+
+enum Dtype : int64_t { F32 = 0, BF16 = 1, F16 = 2 };
+static inline int64_t element_size(int64_t dtype) { return dtype == F32 ? 4 : 2; }
+
+struct Blocks {  // one layer
+    const char *sink_k, *sink_v, *hot_k, *hot_v;
+    const uint8_t* k8;
+    const uint16_t *k8_scale, *k8_zero;
+    const int8_t* v8;
+    const uint16_t* v8_scale;
+    int64_t num_sinks, num_hot, num_k8v8;
+    int64_t kv_heads, head_dim, block_size, sink_tokens, dtype;
+};
+
+struct AttentionArgs {
+    Blocks blocks;
+    const int32_t *block_table, *block_starts, *tier_starts, *sink_pages, *seq_lens,
+        *query_start_loc;
+    int64_t num_seqs, table_width;
+    const char* q;
+    char* out;  // [num_tokens, num_q_heads, head_dim], contiguous
+    int64_t q_stride_token, q_stride_head;  // in elements
+    int64_t num_tokens, num_q_heads;
+    int64_t window;       // keys that a query sees, itself included; 0 = all
+    int64_t keep_sinks;
+    int64_t max_queries;  // sequences with more queries are left to the caller
+    int64_t num_threads;
+    double sm_scale;
+};
+
+struct AppendArgs {
+    const char *k, *v;
+    int64_t k_stride_token, k_stride_head, k_stride_dim;
+    int64_t v_stride_token, v_stride_head, v_stride_dim;
+    const int64_t* slots;
+    char *dst_k, *dst_v;
+    int64_t num_tokens, kv_heads, head_dim, size, num_blocks, dtype, num_threads;
+};
+
+struct ConvertArgs {
+    const char *src_k, *src_v;
+    uint8_t* k;
+    uint16_t *k_scale, *k_zero;
+    int8_t* v;
+    uint16_t* v_scale;
+    const int32_t *src_ids, *dst_ids;
+    int64_t count, num_src, num_dst, kv_heads, head_dim, block_size, dtype, num_threads;
+};
+
+struct GatherArgs {  // heads [first_head, last_head) of the listed blocks as contiguous K and V
+    Blocks blocks;
+    const int32_t *tiers, *ids, *firsts, *counts;  // tokens [first, first + count) of each block
+    int64_t num_pieces, first_head, last_head, num_tokens;
+    char *k, *v;  // [last_head - first_head, num_tokens, head_dim], in the model's dtype
+    int64_t num_threads;
+};
+
+struct MergeArgs {  // one more part of attention into what is merged so far
+    float *acc, *lse;  // [heads, rows, head_dim], [heads, rows]
+    const char* part;  // the same shape in the model's dtype, contiguous
+    const float* part_lse;
+    const uint8_t* blind;  // [rows]: 1 where the row sees no key of the part; or null
+    int64_t lse_stride_head, lse_stride_row;
+    int64_t heads, rows, head_dim, dtype;
+    int64_t is_first;  // nothing is merged so far
+    int64_t num_threads;
+};
+
+}  // namespace omlx
+
+// Each returns 0, or 1 with the reason in omlx_error(), in which case nothing was written.
+OMLX_API int omlx_append_kv(const omlx::AppendArgs*);
+OMLX_API int omlx_convert_blocks(const omlx::ConvertArgs*);
+OMLX_API int omlx_paged_attention(const omlx::AttentionArgs*);
+OMLX_API int omlx_gather(const omlx::GatherArgs*);
+OMLX_API int omlx_merge(const omlx::MergeArgs*);
+OMLX_API const char* omlx_error();             // of the calling thread's last failed call
+OMLX_API int omlx_choose_isa(const char* name);  // "" = the best one; 1 if it can't run here
+OMLX_API const char* omlx_isa();               // the one in use
+OMLX_API void omlx_share_openmp(void* gomp_parallel);  // null: the library's own threads
+OMLX_API const char* omlx_source_hash();       // of the sources that this library was built from

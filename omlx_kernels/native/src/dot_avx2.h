@@ -1,0 +1,87 @@
+// Integer dots of 8-bit tiles with vpmaddwd: bytes are widened to 16 bits, so that neither the
+// 15-bit operand (query or weights) nor any product saturates.
+#pragma once
+#include "vec.h"
+
+namespace {
+
+struct QueryCodes {  // |code| <= 16256
+    int16_t* codes;
+    QueryCodes(void* memory, int) : codes(static_cast<int16_t*>(memory)) {}
+    void set(int c, vi x) {
+        const __m128i packed =
+            _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + c), packed);
+    }
+};
+
+struct WeightCodes {  // 0 <= code <= 32767
+    int16_t codes[64];
+    void set(int t, vi x) {
+        const __m128i packed =
+            _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + t), packed);
+    }
+};
+
+inline __m128i load16(const void* p, int n) {  // n bytes, at most 16, zeros after them
+    if (n >= 16) return _mm_loadu_si128(static_cast<const __m128i*>(p));
+    char full[16] = {};
+    std::memcpy(full, p, n);
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(full));
+}
+
+inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
+                      float* scores, const void* next) {
+    for (int t = 0; t < 64; t += 4) {
+        prefetch(next, t * dim, 4 * dim);
+        __m256i sum[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
+                          _mm256_setzero_si256()};
+        for (int c = 0; c < dim; c += 16) {
+            const __m256i query =
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q.codes + c));
+            for (int j = 0; j < 4; ++j) {
+                const __m128i x = load16(k + int64_t(t + j) * dim + c, dim - c);
+                sum[j] = _mm256_add_epi32(
+                    sum[j], _mm256_madd_epi16(_mm256_cvtepu8_epi16(x), query));
+            }
+        }
+        const __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]),
+                                            _mm256_hadd_epi32(sum[2], sum[3]));
+        const __m128i sums =
+            _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+        _mm_storeu_ps(scores + t, _mm_fmadd_ps(_mm_cvtepi32_ps(sums), _mm_set1_ps(step),
+                                               _mm_set1_ps(bias)));
+    }
+}
+
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]; two tokens' rows are interleaved.
+template <int ROWS>
+inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
+                      const float* step, float* acc, int64_t acc_stride, const void* next) {
+    for (int c = 0; c < dim; c += 16) {
+        __m256i sum[ROWS][2];
+        for (int r = 0; r < ROWS; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+        for (int t = first & ~1; t < last; t += 2) {
+            const int8_t* row = v + int64_t(t) * dim + c;
+            if (!(c & 48)) prefetch(next, c * 64 + t * 64, 128);
+            const __m128i v0 = load16(row, dim - c), v1 = load16(row + dim, dim - c);
+            const __m256i x0 = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(v0, v1));
+            const __m256i x1 = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(v0, v1));
+            for (int r = 0; r < ROWS; ++r) {
+                int32_t pair;
+                std::memcpy(&pair, weights[r].codes + t, 4);
+                const __m256i w = _mm256_set1_epi32(pair);
+                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(x0, w));
+                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(x1, w));
+            }
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            float* out = acc + r * acc_stride + c;
+            for (int i = 0; i < 2; ++i)
+                store(out + 8 * i, fma(to_vf(sum[r][i]), splat(step[r]), load(out + 8 * i)));
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,62 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "error.h"
+
+namespace omlx {
+
+thread_local char error_text[256] = "";
+
+namespace {
+
+bool runs_here(const Kernels& k) {
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    if (&k == &kernels_avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni");
+    if (&k == &kernels_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+               __builtin_cpu_supports("f16c");
+#endif
+    return true;
+}
+
+const Kernels* const best_first[] = {
+#ifdef __x86_64__
+    &kernels_avx512, &kernels_avx2,
+#endif
+    &kernels_portable};
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+void choose(const char* name) {
+    for (const Kernels* k : best_first) {
+        if (*name && std::strcmp(name, k->name)) continue;
+        if (runs_here(*k)) {
+            chosen = k;
+            return;
+        }
+        if (*name) fail("OMLX_NATIVE_ISA must be one that this processor has, got '%s'", name);
+    }
+    fail("OMLX_NATIVE_ISA must be avx512, avx2 or portable, got '%s'", name);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+    if (!chosen.load(std::memory_order_relaxed)) choose("");
+    return *chosen.load(std::memory_order_relaxed);
+}
+
+}  // namespace omlx
+
+OMLX_API int omlx_choose_isa(const char* name) {
+    return omlx::guarded([&] { omlx::choose(name); });
+}
+OMLX_API const char* omlx_isa() { return omlx::kernels().name; }
+OMLX_API const char* omlx_error() { return omlx::error_text; }
+OMLX_API const char* omlx_source_hash() { return OMLX_SOURCE_HASH; }

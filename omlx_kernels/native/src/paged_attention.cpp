@@ -1,0 +1,202 @@
+// Decode, and extend by a few tokens: check the tables, list what each sequence's queries can see,
+// cut the work into items (sequence, kv head, rows, range of the list) and run them on the pool.
+//
+// A range is cut only as far as the threads need it; the last item of a cut list to finish merges
+// the parts by their log-sum-exp. Each block is read once by up to MAX_ROWS (query, head) rows.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "error.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace omlx {
+namespace {
+
+// Items per thread, so that a thread that starts late or runs slower does not hold up the rest.
+constexpr int64_t ITEMS_PER_THREAD = 4;
+
+// Grow-only memory of one thread, aligned to cache lines.
+class Arena {
+  public:
+    float* floats(int64_t count) {
+        if (count > size_) {
+            data_.reset();
+            size_ = 0;
+            data_.reset(static_cast<float*>(
+                std::aligned_alloc(64, round_up(count * sizeof(float), 64))));
+            if (!data_) throw std::bad_alloc();
+            size_ = count;
+        }
+        return data_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(float* p) const { std::free(p); }
+    };
+    std::unique_ptr<float, Free> data_;
+    int64_t size_ = 0;
+};
+
+void check(const AttentionArgs& a) {
+    const Blocks& b = a.blocks;
+    int64_t queries = 0;
+    for (int64_t s = 0; s < a.num_seqs; ++s) {
+        const int64_t first = a.query_start_loc[s], last = a.query_start_loc[s + 1];
+        const int64_t length = a.seq_lens[s];
+        if (first < queries || last < first || last > a.num_tokens)
+            fail("paged_attention: query_start_loc must rise from 0 to at most num_tokens=%lld, "
+                 "got %lld .. %lld for sequence %lld",
+                 (long long)a.num_tokens, (long long)first, (long long)last, (long long)s);
+        queries = last;
+        if (length < last - first)
+            fail("paged_attention: seq_lens[%lld] must be at least the sequence's %lld queries, "
+                 "got %lld",
+                 (long long)s, (long long)(last - first), (long long)length);
+        if (b.sink_tokens && length && uint64_t(a.sink_pages[s]) >= uint64_t(b.num_sinks))
+            fail("paged_attention: sink_pages[%lld] must be in [0, %lld), got %d", (long long)s,
+                 (long long)b.num_sinks, a.sink_pages[s]);
+        const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
+        for (int i = 0; i < BLOCK_TIERS; ++i) {
+            if (bounds[i] < 0 || bounds[i + 1] < bounds[i] || bounds[i + 1] > a.table_width)
+                fail("paged_attention: tier_starts[%lld] must rise within [0, %lld], got %d .. %d",
+                     (long long)s, (long long)a.table_width, bounds[i], bounds[i + 1]);
+            const int64_t limit = i ? b.num_k8v8 : b.num_hot;
+            for (int64_t e = bounds[i]; e < bounds[i + 1]; ++e) {
+                const int32_t id = a.block_table[s * a.table_width + e];
+                if (id < 0 || id >= limit)
+                    fail("paged_attention: block_table[%lld, %lld] must be in [0, %lld), got %d",
+                         (long long)s, (long long)e, (long long)limit, id);
+            }
+        }
+    }
+}
+
+// Append the pieces of sequence s that a query at `oldest_query` or later can see.
+void list_pieces(const AttentionArgs& a, int64_t s, int64_t oldest_query,
+                 std::vector<Piece>& pieces) {
+    const Blocks& b = a.blocks;
+    const int64_t length = a.seq_lens[s];
+    const int64_t lowest = a.window ? oldest_query - a.window + 1 : INT64_MIN;
+    auto add = [&](Tier tier, int32_t id, int64_t start, int64_t size, bool always) {
+        const int64_t count = std::min(size, length - start);
+        if (count > 0 && (always || start + count > lowest))
+            pieces.push_back({tier, id, static_cast<int32_t>(count), start});
+    };
+    if (b.sink_tokens && length) add(SINK, a.sink_pages[s], 0, b.sink_tokens, a.keep_sinks);
+    const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
+    for (int i = 0; i < BLOCK_TIERS; ++i)
+        for (int64_t e = bounds[i]; e < bounds[i + 1]; ++e) {
+            const int64_t entry = s * a.table_width + e;
+            add(Tier(HOT + i), a.block_table[entry], a.block_starts[entry], b.block_size, false);
+        }
+}
+
+// Rows that one set of partial results belongs to.
+struct Unit {
+    Rows rows;
+    int64_t parts;    // items that the unit's pieces are cut into
+    int64_t partial;  // where its partial results begin, in floats, when it is cut
+    std::atomic<int64_t> left;
+
+    Unit(const Rows& r, int64_t p, int64_t offset) : rows(r), parts(p), partial(offset), left(p) {}
+    Unit(Unit&& u) noexcept : rows(u.rows), parts(u.parts), partial(u.partial), left(u.parts) {}
+};
+
+struct Item {
+    int64_t unit, part, first_piece, last_piece;
+};
+
+void attention(const AttentionArgs& a) {
+    check(a);
+    const Blocks& b = a.blocks;
+    const int64_t group = a.num_q_heads / b.kv_heads, stride = round_up(b.head_dim, 64);
+
+    thread_local std::vector<Piece> pieces;
+    thread_local std::vector<Unit> units;
+    thread_local std::vector<Item> items;
+    pieces.clear(), units.clear(), items.clear();
+
+    int64_t served = 0;
+    for (int64_t s = 0; s < a.num_seqs; ++s) {
+        const int64_t n = a.query_start_loc[s + 1] - a.query_start_loc[s];
+        served += n > 0 && n <= a.max_queries;
+    }
+    const int64_t total = served * b.kv_heads, wanted = ITEMS_PER_THREAD * a.num_threads;
+    const int64_t max_parts = a.num_threads > 1 && total ? (wanted + total - 1) / total : 1;
+
+    int64_t partial = 0, bytes = 0;
+    for (int64_t s = 0; s < a.num_seqs; ++s) {
+        const int64_t first = a.query_start_loc[s], n = a.query_start_loc[s + 1] - first;
+        if (!n || n > a.max_queries) continue;
+        const int64_t position = a.seq_lens[s] - n;
+        const int64_t begin = pieces.size();
+        list_pieces(a, s, position, pieces);
+        const int64_t count = pieces.size() - begin;
+        for (int64_t i = begin; i < begin + count; ++i) {
+            const int64_t element = pieces[i].tier == K8V8 ? 1 : element_size(b.dtype);
+            bytes += 2 * pieces[i].count * b.head_dim * b.kv_heads * element;
+        }
+        const int64_t parts = std::max<int64_t>(1, std::min(max_parts, count));
+        for (int64_t head = 0; head < b.kv_heads; ++head)
+            for (int64_t row = 0; row < n * group; row += MAX_ROWS) {
+                const int64_t rows = std::min<int64_t>(MAX_ROWS, n * group - row);
+                for (int64_t part = 0; part < parts; ++part)
+                    items.push_back({int64_t(units.size()), part, begin + count * part / parts,
+                                     begin + count * (part + 1) / parts});
+                units.emplace_back(Rows{head, first, position, row, rows}, parts, partial);
+                if (parts > 1) partial += parts * partial_floats(rows, stride);
+            }
+    }
+
+    // Rows of q that belong to no sequence give 0.
+    const int64_t row_bytes = a.num_q_heads * b.head_dim * element_size(b.dtype);
+    int64_t covered = 0;
+    for (int64_t s = 0; s <= a.num_seqs; ++s) {
+        const int64_t first = s < a.num_seqs ? a.query_start_loc[s] : a.num_tokens;
+        if (first > covered)
+            std::memset(a.out + covered * row_bytes, 0, (first - covered) * row_bytes);
+        if (s < a.num_seqs) covered = a.query_start_loc[s + 1];
+    }
+
+    thread_local Arena shared, own;
+    float* const partials = shared.floats(partial);
+    const Kernels& kernel = kernels();
+    const int64_t scratch = round_up(kernel.scratch_floats(b.head_dim), 16);
+    const int64_t threads = threads_for(bytes, a.num_threads);
+    Unit* const all_units = units.data();
+    const Item* const all_items = items.data();
+    const Piece* const all_pieces = pieces.data();
+    std::atomic<bool> out_of_memory{false};
+
+    parallel_for(items.size(), threads, [&](int64_t i) {
+        const Item& item = all_items[i];
+        Unit& unit = all_units[item.unit];
+        float* memory;
+        try {
+            memory = own.floats(scratch + partial_floats(MAX_ROWS, stride));
+        } catch (const std::bad_alloc&) {
+            out_of_memory = true;
+            return;
+        }
+        float* const results = unit.parts > 1 ? partials + unit.partial : memory + scratch;
+        kernel.attend(a, unit.rows, all_pieces + item.first_piece,
+                      item.last_piece - item.first_piece,
+                      partial_at(results, item.part, unit.rows.count, stride), memory);
+        if (unit.left.fetch_sub(1) == 1) kernel.finish(a, unit.rows, results, unit.parts);
+    });
+    if (out_of_memory) throw std::bad_alloc();
+}
+
+}  // namespace
+}  // namespace omlx
+
+OMLX_API int omlx_paged_attention(const omlx::AttentionArgs* a) {
+    return omlx::guarded([&] { omlx::attention(*a); });
+}

@@ -1,0 +1,193 @@
+"""Native `paged_attention` against the float64 oracle, on every instruction set of the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_isas import ISAS, forced_isa
+from strategies import make_case
+
+from omlx_kernels import native, reference, vectorized
+
+# What the output type can hold: one step between neighbours, relative.
+STEP = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+# Of outputs around 1: queries as 15-bit integers, weights as 15-bit integers.
+QUANTIZED_DOT = 2e-4
+
+per_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+def run(case, isa="", **kwargs):
+    kwargs = case.attention_kwargs() | kwargs
+    with forced_isa(isa or ISAS[-1]):
+        got = native.paged_attention(case.q, case.blocks, case.meta, **kwargs)
+    return got, reference.paged_attention(case.q, case.blocks, case.meta, **kwargs)
+
+
+def assert_agrees(got, want, atol=QUANTIZED_DOT):
+    torch.testing.assert_close(got, want, rtol=STEP[got.dtype], atol=atol)
+
+
+@st.composite
+def ragged(draw):
+    lens = draw(st.lists(st.integers(0, 400), min_size=1, max_size=3))
+    limit = draw(st.sampled_from([1, 1, native.MAX_NATIVE_QUERIES]))
+    new = [min(n, draw(st.integers(0, limit))) for n in lens]
+    window = draw(st.none() | st.integers(1, 420))
+    return lens, new, window
+
+
+@per_isa
+@settings(deadline=None, max_examples=80)
+@given(
+    ragged(),
+    st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3), (7, 1)]),
+    st.sampled_from([32, 33, 64, 80, 96, 100, 128, 256]),
+    st.sampled_from([0, 1, 4, 64, 70]),
+    st.sampled_from([64, 128]),
+    st.sampled_from(list(STEP)),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_ragged(isa, shape, heads, head_dim, sinks, block_size, dtype, keep_sinks, seed):
+    lens, new, window = shape
+    case = make_case(
+        lens,
+        new,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        sink_tokens=sinks,
+        block_size=block_size,
+        dtype=dtype,
+        window_size=window,
+        seed=seed,
+    )
+    assert_agrees(*run(case, isa, window_size=window, keep_sinks=keep_sinks))
+
+
+@per_isa
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((9, 3), 64), ((32, 8), 128), ((32, 32), 128), ((8, 1), 576)]
+)
+def test_real_shapes(isa, heads, head_dim):
+    case = make_case(
+        [1500, 700],
+        [1, 1],
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        block_size=256,
+        dtype=torch.bfloat16,
+    )
+    assert_agrees(*run(case, isa))
+
+
+@per_isa
+@pytest.mark.parametrize("dtype", list(STEP))
+def test_without_quantized_blocks_only_the_output_is_rounded(isa, dtype):
+    case = make_case([333, 64], [2, 1], hot_blocks=99, num_q_heads=3, dtype=dtype)
+    assert_agrees(*run(case, isa), atol=2e-6)
+
+
+@per_isa
+def test_window_edges(isa):
+    for window in (63, 64, 65, 66, 127, 128, 129, 300, 301, 302):
+        case = make_case([301], [1], window_size=window, num_q_heads=2)
+        assert_agrees(*run(case, isa, window_size=window))
+
+
+@per_isa
+def test_biased_keys_do_not_lose_precision(isa):
+    case = make_case([700], [1], head_dim=128, hot_blocks=1)
+    case.blocks.k8v8.k_zero[..., 5] += 300.0
+    case.blocks.sink.k[..., 5] += 300.0
+    case.blocks.hot.k[..., 5] += 300.0
+    assert_agrees(*run(case, isa))
+
+
+@per_isa
+def test_scores_far_apart_and_tiny_values(isa):
+    case = make_case([500], [1], num_q_heads=2)
+    case.q.mul_(200.0)
+    case.blocks.k8v8.v_scale.mul_(0).add_(2.0**-24)
+    assert_agrees(*run(case, isa), atol=2e-3)
+
+
+def test_queries_with_strides_and_rows_of_no_sequence():
+    case = make_case([100, 80], [1, 2], num_q_heads=2)
+    want = reference.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    wide = torch.full((5, 4, 64), float("nan"))
+    wide[:3, ::2] = case.q
+    got = native.paged_attention(wide[:, ::2], case.blocks, case.meta, sm_scale=0.1)
+    assert_agrees(got[:3], want)
+    assert not got[3:].any()
+    flipped = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_agrees(native.paged_attention(flipped, case.blocks, case.meta, sm_scale=0.1), want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_thread_counts_agree(threads):
+    before = torch.get_num_threads()
+    case = make_case([3000, 40, 0], [1, 1, 0], num_q_heads=6, num_kv_heads=3, head_dim=128)
+    try:
+        torch.set_num_threads(threads)
+        assert_agrees(*run(case))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_physical_order_changes_nothing():
+    case = make_case([1000], [1], num_q_heads=2)
+    first = run(case)[0]
+    order = torch.randperm(case.blocks.k8v8.num_blocks)
+    moved = {n: t[order] for n, t in case.blocks.k8v8.tensors().items()}
+    blocks = dataclasses.replace(case.blocks, k8v8=type(case.blocks.k8v8)(**moved))
+    table = case.meta.block_table.clone()
+    hot, total = case.meta.tier_starts[0, 1], case.meta.tier_starts[0, 2]
+    table[0, hot:total] = torch.argsort(order)[table[0, hot:total].long()].int()
+    meta = dataclasses.replace(case.meta, block_table=table)
+    second = native.paged_attention(case.q, blocks, meta, **case.attention_kwargs())
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_nan_in_a_query_reaches_its_own_output_only():
+    case = make_case([300, 300], [1, 1])
+    case.q[0] = float("nan")
+    got = native.paged_attention(case.q, case.blocks, case.meta, **case.attention_kwargs())
+    assert got[0].isnan().all()
+    assert not got[1].isnan().any()
+
+
+@per_isa
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 250), st.integers(0, 90)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 300),
+    st.sampled_from([0, 4, 64]),
+    st.booleans(),
+    st.sampled_from(list(STEP)),
+    st.sampled_from([64, 2**12, 2**16, 2**30]),
+)
+def test_extend(isa, lengths, window, sinks, keep_sinks, dtype, scratch):
+    case = make_case(
+        [past + new for past, new in lengths],
+        [new for _, new in lengths],
+        num_q_heads=6,
+        num_kv_heads=3,
+        sink_tokens=sinks,
+        dtype=dtype,
+        window_size=window,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native.extend, "SCRATCH_BYTES", scratch)
+        got, want = run(case, isa, window_size=window, keep_sinks=keep_sinks)
+    # torch attends here: allow twice the error of plain torch at the same precision.
+    kwargs = case.attention_kwargs() | {"window_size": window, "keep_sinks": keep_sinks}
+    plain = vectorized.paged_attention(case.q, case.blocks, case.meta, **kwargs)
+    error = (plain.float() - want.float()).abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(got, want, rtol=2 * STEP[dtype], atol=2 * error + QUANTIZED_DOT)

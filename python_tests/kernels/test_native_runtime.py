@@ -1,0 +1,168 @@
+"""Which implementation runs, what happens without the library, and threads, forks, forced ISAs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from native_isas import ISAS, forced_isa
+from strategies import make_case
+
+from omlx_kernels import native, ops
+from omlx_kernels.native import build, library
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native library is not built")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record the C functions that are called."""
+    seen = []
+    call = library.call
+    monkeypatch.setattr(
+        library, "call", lambda name, arguments: (seen.append(name), call(name, arguments))
+    )
+    return seen
+
+
+def test_ops_on_a_cpu_run_natively(calls):
+    case = make_case([300], [1])
+    blocks = case.blocks
+    ops.paged_attention(case.q, blocks, case.meta, sm_scale=0.1)
+    k = torch.zeros(1, 1, 64)
+    ops.append_kv(k, k, blocks.hot, torch.tensor([0]))
+    ids = torch.zeros(1, dtype=torch.int32)
+    ops.convert_blocks(blocks.hot, blocks.k8v8, ids, ids)
+    assert calls == ["omlx_paged_attention", "omlx_append_kv", "omlx_convert_blocks"]
+
+
+def test_many_queries_go_through_torch_on_gathered_blocks(calls):
+    new = native.MAX_NATIVE_QUERIES + 1
+    case = make_case([300, 300], [new, 1])
+    ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    assert calls[0] == "omlx_paged_attention"
+    assert set(calls[1:]) == {"omlx_gather", "omlx_merge"}
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "candidates", lambda: [tmp_path / "absent.so"])
+    library.load.cache_clear()
+    library.available.cache_clear()
+    yield
+    library.load.cache_clear()
+    library.available.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_one_warning_and_torch():
+    with pytest.warns(RuntimeWarning, match=r"falls back to plain torch.*native\.build"):
+        assert ops.implementation(torch.device("cpu")).__name__ == "omlx_kernels.vectorized"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.implementation(torch.device("cpu")).__name__ == "omlx_kernels.vectorized"
+    case = make_case([20], [1])
+    with ops.use_implementation("native"), pytest.raises(library.NotBuiltError):
+        ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+
+
+def test_library_of_other_sources_is_refused(monkeypatch, no_library):
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "source_hash", lambda: "0" * 16)
+    with pytest.raises(library.NotBuiltError, match="was built from other sources"):
+        library.load()
+
+
+def test_no_compiler_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(build.BuildError, match=r"install g\+\+ or clang\+\+"):
+        build.compile_library(tmp_path / "x.so")
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_environment_forces_an_isa(isa):
+    done = run_python("from omlx_kernels import native; print(native.isa())", OMLX_NATIVE_ISA=isa)
+    assert done.stdout.strip() == isa, done.stderr
+
+
+def test_unknown_isa_is_refused():
+    done = run_python(
+        "import torch; from omlx_kernels import ops; ops.implementation(torch.device('cpu'))",
+        OMLX_NATIVE_ISA="sse9",
+    )
+    assert "ValueError: OMLX_NATIVE_ISA must be avx512, avx2 or portable, got 'sse9'" in done.stderr
+    with pytest.raises(ValueError, match="got 'AVX2'"):
+        library.choose_isa("AVX2")
+
+
+def test_isas_agree():
+    case = make_case([700, 90], [1, 1], num_q_heads=6, num_kv_heads=2, head_dim=128)
+    outs = []
+    for isa in ISAS:
+        with forced_isa(isa):
+            outs.append(native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1))
+    for out in outs[1:]:  # the same integers in another order of float additions
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=2e-5)
+
+
+@pytest.fixture(params=["torch's OpenMP", "own pool"])
+def _threads(request):
+    openmp = library.torch_openmp()
+    if request.param == "own pool":
+        library.load().omlx_share_openmp(None)
+    elif openmp is None:
+        pytest.skip("this torch has no libgomp")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+    library.load().omlx_share_openmp(openmp)
+
+
+def big_case():
+    return make_case([4000], [1], num_q_heads=8, num_kv_heads=4, head_dim=128, block_size=256)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_several_python_threads():
+    case = big_case()
+    want = native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            got = native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+            if not torch.equal(got, want):
+                wrong.append(got)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_after_fork():
+    case = big_case()
+    want = native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    child = os.fork()
+    if not child:  # the parent's pool threads do not exist here
+        got = native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+        os._exit(0 if bytes(got.untyped_storage()) == bytes(want.untyped_storage()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
