@@ -91,15 +91,15 @@ def extend_config(target: Target, block_d: int, dtype: str, rows: int) -> TileCo
     elif backend == "hip":
         config = TileConfig(64, 32, num_warps=4, num_stages=1)
     elif block_d > 128:
-        config = TileConfig(16, 32, num_warps=4, num_stages=2)
+        config = TileConfig(16, 32, num_warps=8, num_stages=2)
     elif arch in WGMMA:
         config = TileConfig(128, 64, num_warps=8, num_stages=2)
-    elif block_d <= 64:
+    elif block_d <= 64 and arch != 120:
         config = TileConfig(64, 64, num_warps=4, num_stages=2)
     elif dtype == "float16":
         config = TileConfig(64, 64, num_warps=8, num_stages=2)
     else:  # bfloat16 queries are turned into float16 for K8V8 and held in registers
-        config = TileConfig(32, 64, num_warps=4, num_stages=2)
+        config = TileConfig(16 if arch == 120 else 32, 64, num_warps=4, num_stages=2)
     block_m = min(config.block_m, max(16, _power_of_2(rows)))
     if block_m < config.block_m:
         config = replace(config, block_m=block_m, num_warps=min(config.num_warps, 4))

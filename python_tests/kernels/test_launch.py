@@ -23,6 +23,18 @@ def test_needs_neither_torch_nor_triton():
     subprocess.run([sys.executable, "-c", source], check=True)
 
 
+def test_importing_touches_no_driver():
+    pytest.importorskip("triton", reason="no triton for this platform")
+    source = (
+        "import sys, omlx_kernels, omlx_kernels.ops\n"
+        "assert 'triton' not in sys.modules\n"
+        "import omlx_kernels.triton\n"
+        "from triton.runtime.driver import driver\n"
+        "assert driver._default is None and driver._active is None\n"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
 @given(st.lists(st.integers(0, 600), max_size=40), st.integers(1, 64), st.integers(1, 200))
 def test_split_size_is_legal(rows, programs, sms):
     assert blocks_per_split(rows, programs, sms) in SPLIT_SIZES
