@@ -32,9 +32,9 @@ inline __m128i load16(const void* p, int n) {  // n bytes, at most 16, zeros aft
 }
 
 inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, const void* next) {
+                      float* scores, Fetch next) {
     for (int t = 0; t < 64; t += 4) {
-        prefetch(next, t * dim, 4 * dim);
+        next.step(t / 4, 16);
         __m256i sum[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
                           _mm256_setzero_si256()};
         for (int c = 0; c < dim; c += 16) {
@@ -55,17 +55,20 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
     }
 }
 
-// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]; two tokens' rows are interleaved.
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c];
+// rows of v are `row` bytes apart, and two tokens' are interleaved.
 template <int ROWS>
-inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride, const void* next) {
+inline void v8_values(const int8_t* v, int row, int dim, int first, int last,
+                      const WeightCodes* weights, const float* step, float* acc,
+                      int64_t acc_stride, Fetch next) {
+    const int fetches = (dim + 63) / 64 * 32;
     for (int c = 0; c < dim; c += 16) {
         __m256i sum[ROWS][2];
         for (int r = 0; r < ROWS; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
         for (int t = first & ~1; t < last; t += 2) {
-            const int8_t* row = v + int64_t(t) * dim + c;
-            if (!(c & 48)) prefetch(next, c * 64 + t * 64, 128);
-            const __m128i v0 = load16(row, dim - c), v1 = load16(row + dim, dim - c);
+            const int8_t* codes = v + int64_t(t) * row + c;
+            if (!(c & 48)) next.step(c / 2 + t / 2, fetches);
+            const __m128i v0 = load16(codes, dim - c), v1 = load16(codes + row, dim - c);
             const __m256i x0 = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(v0, v1));
             const __m256i x1 = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(v0, v1));
             for (int r = 0; r < ROWS; ++r) {

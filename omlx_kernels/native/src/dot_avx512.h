@@ -38,7 +38,7 @@ inline __m512i sums_of_4(__m512i a, __m512i b, __m512i c, __m512i d) {
 // CHUNKS = ceil(dim / 64) when the query's codes fit into registers, else 0.
 template <int CHUNKS>
 inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                         float* scores, const void* next) {
+                         float* scores, Fetch next) {
     const int chunks = CHUNKS ? CHUNKS : (dim + 63) / 64;
     const __mmask64 tail = first_bytes(dim - (chunks - 1) * 64);
     __m512i high[CHUNKS ? CHUNKS : 1], low[CHUNKS ? CHUNKS : 1];
@@ -49,7 +49,7 @@ inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, fl
     for (int t = 0; t < 64; t += 16) {
         __m512i quad[4];  // quad[i]: in each 128-bit lane, parts of the sums of tokens 4i .. 4i+3
         for (int i = 0; i < 4; ++i) {
-            prefetch(next, (t + 4 * i) * dim, 4 * dim);
+            next.step(t / 4 + i, 16);
             __m512i sum[4];
             for (int j = 0; j < 4; ++j) {
                 const uint8_t* row = k + int64_t(t + 4 * i + j) * dim;
@@ -77,9 +77,8 @@ inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, fl
     }
 }
 
-// `next`: what the caller reads after this tile, 64 rows too.
 inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, const void* next) {
+                      float* scores, Fetch next) {
     switch ((dim + 63) / 64) {
         case 1: return k8_scores_of<1>(k, dim, q, step, bias, scores, next);
         case 2: return k8_scores_of<2>(k, dim, q, step, bias, scores, next);
@@ -88,23 +87,25 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
     }
 }
 
-// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]. Four tokens' rows are interleaved byte by
-// byte, so that each int32 of a dot holds 4 tokens of one channel.
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]; rows of v are `row` bytes apart. Four
+// tokens' rows are interleaved byte by byte: each int32 of a dot holds 4 tokens of one channel.
 template <int ROWS>
-inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride, const void* next) {
+inline void v8_values(const int8_t* v, int row, int dim, int first, int last,
+                      const WeightCodes* weights, const float* step, float* acc,
+                      int64_t acc_stride, Fetch next) {
+    const int fetches = (dim + 63) / 64 * 16;
     for (int c = 0; c < dim; c += 64) {
         const __mmask64 mask = first_bytes(dim - c);
         __m512i high[ROWS][4], low[ROWS][4];
         for (int r = 0; r < ROWS; ++r)
             for (int i = 0; i < 4; ++i) high[r][i] = low[r][i] = _mm512_setzero_si512();
         for (int t = first & ~3; t < last; t += 4) {
-            const int8_t* row = v + int64_t(t) * dim + c;
-            prefetch(next, c * 64 + t * 64, 256);
-            const __m512i v0 = _mm512_maskz_loadu_epi8(mask, row);
-            const __m512i v1 = _mm512_maskz_loadu_epi8(mask, row + dim);
-            const __m512i v2 = _mm512_maskz_loadu_epi8(mask, row + 2 * dim);
-            const __m512i v3 = _mm512_maskz_loadu_epi8(mask, row + 3 * dim);
+            const int8_t* codes = v + int64_t(t) * row + c;
+            next.step((c + t) / 4, fetches);
+            const __m512i v0 = _mm512_maskz_loadu_epi8(mask, codes);
+            const __m512i v1 = _mm512_maskz_loadu_epi8(mask, codes + row);
+            const __m512i v2 = _mm512_maskz_loadu_epi8(mask, codes + 2 * row);
+            const __m512i v3 = _mm512_maskz_loadu_epi8(mask, codes + 3 * row);
             const __m512i a = _mm512_unpacklo_epi8(v0, v1), b = _mm512_unpackhi_epi8(v0, v1);
             const __m512i e = _mm512_unpacklo_epi8(v2, v3), f = _mm512_unpackhi_epi8(v2, v3);
             const __m512i x[4] = {_mm512_unpacklo_epi16(a, e), _mm512_unpackhi_epi16(a, e),

@@ -20,7 +20,7 @@ struct WeightCodes {  // 0 <= code <= 32767
 };
 
 inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, const void* next) {
+                      float* scores, Fetch) {
     for (int t = 0; t < 64; ++t) {
         const uint8_t* row = k + int64_t(t) * dim;
         int32_t sum = 0;
@@ -29,19 +29,20 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
     }
 }
 
-// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c], where rows of v are `row` bytes apart.
 template <int ROWS>
-inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride, const void* next) {
+inline void v8_values(const int8_t* v, int row, int dim, int first, int last,
+                      const WeightCodes* weights, const float* step, float* acc,
+                      int64_t acc_stride, Fetch) {
     constexpr int CHUNK = 32;
     for (int c = 0; c < dim; c += CHUNK) {
         const int n = dim - c < CHUNK ? dim - c : CHUNK;
         int32_t sum[ROWS][CHUNK] = {};
         for (int t = first; t < last; ++t) {
-            const int8_t* row = v + int64_t(t) * dim + c;
+            const int8_t* codes = v + int64_t(t) * row + c;
             for (int r = 0; r < ROWS; ++r) {
                 const int32_t w = weights[r].codes[t];
-                for (int i = 0; i < n; ++i) sum[r][i] += w * row[i];
+                for (int i = 0; i < n; ++i) sum[r][i] += w * codes[i];
             }
         }
         for (int r = 0; r < ROWS; ++r)

@@ -31,6 +31,9 @@ inline float to_float(f16 h) {
     return as_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
+inline float to_float(bf16 x) { return as_float(uint32_t{x.bits} << 16); }
+inline float to_float(float x) { return x; }
+
 // Round to nearest, ties to even.
 inline f16 to_half(float x) {
     const uint32_t sign = as_bits(x) >> 16 & 0x8000u;
@@ -110,6 +113,14 @@ inline void reduce_add4(vf a, vf b, vf c, vf d, float* out) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
+// Every lane from the one that is H lanes away: i ^ H.
+template <int H>
+inline vf swap_lanes(vf x) {
+    if constexpr (H == 1) return _mm512_permute_ps(x, 0xb1);
+    else if constexpr (H == 2) return _mm512_permute_ps(x, 0x4e);
+    else if constexpr (H == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+    else return _mm512_shuffle_f32x4(x, x, 0x4e);
+}
 
 #elif defined(OMLX_AVX2)
 
@@ -187,6 +198,12 @@ inline float reduce_max(vf a) {
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
+template <int H>
+inline vf swap_lanes(vf x) {
+    if constexpr (H == 1) return _mm256_permute_ps(x, 0xb1);
+    else if constexpr (H == 2) return _mm256_permute_ps(x, 0x4e);
+    else return _mm256_permute2f128_ps(x, x, 1);
+}
 
 #else  // portable: vectors of the compiler (SSE2, NEON, ...)
 
@@ -239,6 +256,10 @@ inline float reduce_max(vf a) {
 inline void reduce_add4(vf a, vf b, vf c, vf d, float* out) {
     out[0] = reduce_add(a), out[1] = reduce_add(b), out[2] = reduce_add(c), out[3] = reduce_add(d);
 }
+template <int H>
+inline vf swap_lanes(vf x) {
+    return H == 1 ? vf{x[1], x[0], x[3], x[2]} : vf{x[2], x[3], x[0], x[1]};
+}
 
 #endif
 
@@ -248,6 +269,16 @@ inline void prefetch(const void* base, int offset, int bytes) {
     const char* p = static_cast<const char*>(base) + offset;
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
+
+// Something of 64 rows that is needed soon, fetched in equal steps while other work runs.
+struct Fetch {
+    const void* base;
+    int row_bytes;
+    void step(int index, int steps) const {
+        const int bytes = 64 * row_bytes / steps;
+        prefetch(base, index * bytes, bytes);
+    }
+};
 
 // The first n < W elements, zeros after them.
 template <class T>
