@@ -16,10 +16,10 @@ namespace {
 using namespace omlx;
 
 // Per row: the query (and that of sinks outside the window) in floats, and as codes for the key
-// scales of a group; scores, then weights, of a tile, and the weights as codes for every group of
-// 64 channels. One query with scales folded in; one tile of 4-bit codes unpacked.
+// scales of a group; scores, then weights, of a tile, and the weights as codes. One query with
+// scales folded in; one tile of 4-bit codes unpacked.
 struct Scratch {
-    float *q, *sink_q, *folded, *scores, *steps, *offsets, *k_steps, *biases;
+    float *q, *sink_q, *folded, *scores, *steps, *k_steps, *biases;
     char* query_codes;
     WeightCodes* weights;
     uint8_t* unpacked;
@@ -27,8 +27,8 @@ struct Scratch {
     float softcap;
 
     static int64_t floats(int64_t head_dim) {
-        const int64_t stride = round_up(head_dim, 64), weights = stride / 64 * sizeof(WeightCodes) / 4;
-        return MAX_ROWS * (2 * stride + stride / 2 + TILE + weights + 4) + stride +
+        const int64_t stride = round_up(head_dim, 64);
+        return MAX_ROWS * (2 * stride + stride / 2 + TILE + sizeof(WeightCodes) / 4 + 3) + stride +
                TILE / 4 * stride;
     }
     Scratch(float* memory, const AttentionArgs& a)
@@ -39,10 +39,9 @@ struct Scratch {
         scores = folded + stride;
         query_codes = reinterpret_cast<char*>(scores + MAX_ROWS * TILE);
         weights = reinterpret_cast<WeightCodes*>(query_codes + MAX_ROWS * stride * 2);
-        unpacked = reinterpret_cast<uint8_t*>(weights + MAX_ROWS * (stride / 64));
+        unpacked = reinterpret_cast<uint8_t*>(weights + MAX_ROWS);
         steps = reinterpret_cast<float*>(unpacked + TILE * stride);
-        offsets = steps + MAX_ROWS;
-        k_steps = offsets + MAX_ROWS;
+        k_steps = steps + MAX_ROWS;
         biases = k_steps + MAX_ROWS;
     }
     QueryCodes codes(int64_t row) const {

@@ -73,6 +73,8 @@ inline void load_column(const f16* p, int groups, Span seen, float* out) {
             const bool looked = t + W > seen.first && t < seen.last;
             store(out + t, looked ? load(p + t) : splat(0.0f));
         }
+    } else if (groups == 2 && seen.first == 0 && seen.last == TILE) {
+        for (int t = 0; t < TILE; t += W) store(out + t, load_every_other(p + 2 * t));
     } else {
         for (int t = seen.first; t < seen.last; ++t) out[t] = to_float(p[t * groups]);
     }
@@ -110,18 +112,44 @@ inline const uint8_t* unpack_tile(const uint8_t* packed, int dim, const Scratch&
     return s.unpacked;
 }
 
-// Weigh channels first .. first + width - 1 of a tile of bytes, two rows at a time.
-inline void weigh(const void* v, int dim, int first, int width, Span seen, int64_t num_rows,
+// Weigh channels begin .. end-1 of a tile, two rows at a time.
+template <int BITS>
+inline void weigh(const uint8_t* v, int dim, int begin, int end, Span seen, int64_t num_rows,
                   const Scratch& s, Partial out, Fetch next) {
     auto values = [&](int64_t r, auto n) {
-        v8_values<decltype(n)::value>(static_cast<const int8_t*>(v) + first, dim, width, seen.first,
-                                      seen.last, s.weights + r, s.steps + r,
-                                      out.acc + r * s.stride + first, s.stride,
-                                      r ? Fetch{nullptr, 0} : next);
+        v_values<BITS, decltype(n)::value>(v, dim, begin, end, seen.first, seen.last, s.weights + r,
+                                           s.steps + r, out.acc + r * s.stride, s.stride,
+                                           r ? Fetch{nullptr, 0} : next);
     };
     int64_t r = 0;
     for (; r + 2 <= num_rows; r += 2) values(r, Count<2>{});
     if (r < num_rows) values(r, Count<1>{});
+}
+
+// Scores of every row, by dots that take codes of BITS.
+template <int BITS>
+inline void score(const uint8_t* k, int dim, const Span* spans, int64_t num_rows, const Scratch& s,
+                  Fetch next) {
+    for (int64_t r = 0; r < num_rows; ++r)
+        if (!spans[r].empty())
+            k_scores<BITS>(k, dim, s.codes(r), s.k_steps[r], s.biases[r], s.scores + r * TILE,
+                           r ? Fetch{nullptr, 0} : next);
+}
+
+// Fold the scales and zeros of channels 64 g .. 64 g + 63 into every row's weights.
+inline void fold_group(const QuantizedTile& tile, int groups, int g, Span seen, int64_t num_rows,
+                       const Scratch& s, Partial out) {
+    float scales[TILE], zeros[TILE];
+    load_column(tile.v_scale + g, groups, seen, scales);
+    load_column(tile.v_zero + g, groups, seen, zeros);
+    for (int64_t r = 0; r < num_rows; ++r) {
+        float offset;
+        s.steps[r] = fold_weights(s.scores + r * TILE, scales, s.weights[r], zeros, &offset);
+        for (int c = 64 * g; c < 64 * (g + 1); c += W) {
+            float* acc = out.acc + r * s.stride + c;
+            store(acc, load(acc) + splat(offset));
+        }
+    }
 }
 
 // `next` is the tile that follows, or null: it is fetched while this one is computed. Its scales
@@ -141,36 +169,26 @@ inline void quantized_tile(const QuantizedTile& tile, const QuantizedTile* next,
     // Row by row in each phase: consecutive rows do not wait for each other's results.
     for (int64_t r = 0; r < num_rows; ++r)
         if (!spans[r].empty()) fold_query<K_BITS>(tile, dim, r, s);
-    const uint8_t* k = K_BITS == 8 ? tile.k : unpack_tile(tile.k, dim, s);
-    for (int64_t r = 0; r < num_rows; ++r)
-        if (!spans[r].empty())
-            k8_scores(k, dim, s.codes(r), s.k_steps[r], s.biases[r], s.scores + r * TILE,
-                      r ? Fetch{nullptr, 0} : values);
+    const bool packed = reads_packed(dim);
+    if (K_BITS == 8 || !packed)
+        score<8>(K_BITS == 8 ? tile.k : unpack_tile(tile.k, dim, s), dim, spans, num_rows, s, values);
+    else
+        score<4>(tile.k, dim, spans, num_rows, s, values);
     softmax_rows(spans, num_rows, s, out);
-    float scales[TILE], zeros[TILE];
     if (V_BITS == 8) {
+        float scales[TILE];
         load_column(tile.v_scale, 1, seen, scales);
         for (int64_t r = 0; r < num_rows; ++r)
             s.steps[r] = fold_weights(s.scores + r * TILE, scales, s.weights[r]);
-        weigh(tile.v, dim, 0, dim, seen, num_rows, s, out, next_keys);
+        weigh<8>(tile.v, dim, 0, dim, seen, num_rows, s, out, next_keys);
         return;
     }
-    const uint8_t* v = unpack_tile(tile.v, dim, s);
+    const uint8_t* v = packed ? tile.v : unpack_tile(tile.v, dim, s);
     for (int g = 0; g < groups; ++g) {
-        load_column(tile.v_scale + g, groups, seen, scales);
-        load_column(tile.v_zero + g, groups, seen, zeros);
-        for (int64_t r = 0; r < num_rows; ++r) {
-            float offset;
-            s.steps[r] =
-                fold_weights(s.scores + r * TILE, scales, s.weights[r], zeros, &offset);
-            for (int c = 64 * g; c < 64 * (g + 1); c += W) {
-                float* acc = out.acc + r * s.stride + c;
-                store(acc, load(acc) + splat(offset));
-            }
-        }
-        const int width = dim - 64 * g < 64 ? dim - 64 * g : 64;
-        weigh(v, dim, 64 * g, width, seen, num_rows, s, out,
-              g ? Fetch{nullptr, 0} : next_keys);
+        fold_group(tile, groups, g, seen, num_rows, s, out);
+        const int begin = 64 * g, end = dim - begin < 64 ? dim : begin + 64;
+        if (packed) weigh<4>(v, dim, begin, end, seen, num_rows, s, out, next_keys);
+        else weigh<8>(v, dim, begin, end, seen, num_rows, s, out, next_keys);
     }
 }
 
