@@ -2,8 +2,9 @@
 
 One group per shape and length holds the contenders: torch's SDPA in bf16 and fp32 on a contiguous
 cache (queries of a group as rows, its fastest form on a CPU), a bare read of as many bytes as the
-8-bit blocks have, and `ops.paged_attention` on hot blocks, on 8-bit blocks (the newest one hot) and
-on 8-bit blocks with a window of 1024. What is timed is first compared with plain torch.
+8-bit blocks have, and `ops.paged_attention` on hot blocks, on 8-bit blocks (the newest one hot), on
+8-bit blocks with a window of 1024, and on mixed tiers: of the old blocks, the older quarter K4V4
+and the others K8V4, values rotated. What is timed is first compared with plain torch.
 
     pytest bench/bench_paged_attention.py                     # everything, a few minutes
     pytest bench/bench_paged_attention.py -k "8192 and 9/3"   # one group
@@ -28,7 +29,8 @@ from omlx_kernels.metadata import AttentionMetadata
 
 SHAPES = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128), "32/32/128": (32, 32, 128)}
 LENGTHS = (1024, 4096, 8192, 32768)
-CONTENDERS = ("sdpa-bf16", "sdpa-fp32", "read", "hot", "8-bit", "window")
+CONTENDERS = ("sdpa-bf16", "sdpa-fp32", "read", "hot", "8-bit", "window", "mixed")
+OURS = CONTENDERS[3:]
 WINDOW, SINK_TOKENS, BLOCK_SIZE = 1024, 4, 256
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,32 +43,48 @@ class Decode:
         self.format = BlockFormat(BLOCK_SIZE, SINK_TOKENS, kv_heads, dim, torch.bfloat16)
         self.window = WINDOW if kind == "window" else None
         self.scale = dim**-0.5
-        starts = range(SINK_TOKENS, tokens, BLOCK_SIZE)
+        starts = list(range(SINK_TOKENS, tokens, BLOCK_SIZE))
         if self.window:
             starts = [s for s in starts if s + BLOCK_SIZE > tokens - self.window]
+        self.rotated_v = kind == "mixed"
         num_hot = len(starts) if kind == "hot" else 1
-        num_k8 = len(starts) - num_hot
-        counts = {Tier.SINK: 1, Tier.HOT: num_hot, Tier.K8V8: num_k8}
+        old = len(starts) - num_hot
+        counts = dict.fromkeys(Tier, 0) | {Tier.SINK: 1, Tier.HOT: num_hot}
+        if kind == "mixed":
+            counts[Tier.K4V4] = old // 4
+            counts[Tier.K8V4] = old - old // 4
+        else:
+            counts[Tier.K8V8] = old
         self.blocks = LayerBlocks(
             *(self.format.allocate(tier, counts[tier], DEVICE) for tier in Tier)
         )
         self.num_bytes = sum(n * self.format.bytes_per_block(tier) for tier, n in counts.items())
         self._fill()
         self.q = torch.randn(1, num_heads, dim, device=DEVICE, dtype=torch.bfloat16)
-        table = [*torch.randperm(num_hot).tolist(), *torch.randperm(num_k8).tolist()]
-        ordered = [*starts[num_k8:], *starts[:num_k8]]
-        self.meta = self._tables(table, ordered, [0, num_hot, num_hot + num_k8], tokens)
+        table, ordered, bounds, newest = [], [], [0], len(starts)
+        for tier in BLOCK_TIERS:  # from the newest blocks to the oldest
+            table += torch.randperm(counts[tier]).tolist()
+            ordered += starts[newest - counts[tier] : newest]
+            newest -= counts[tier]
+            bounds.append(len(table))
+        self.meta = self._tables(table, ordered, bounds, tokens)
 
     def _fill(self) -> None:
         for tier in (self.blocks.sink, self.blocks.hot):
             tier.k.normal_()
             tier.v.normal_()
-        k8v8 = self.blocks.k8v8
-        k8v8.k.random_(0, 256)
-        k8v8.v.random_(-127, 128)
-        k8v8.k_scale.fill_(0.02)
-        k8v8.k_zero.fill_(-2.5)
-        k8v8.v_scale.uniform_(0.01, 0.03)
+        for tier in (Tier.K8V8, Tier.K8V4, Tier.K4V4):
+            blocks, (k_bits, v_bits) = self.blocks.tier(tier), tier.bits
+            blocks.k.random_(0, 256)
+            blocks.k_scale.fill_(5.0 / (2**k_bits - 1))
+            blocks.k_zero.fill_(-2.5)
+            if v_bits == 8:
+                blocks.v.random_(-127, 128)
+                blocks.v_scale.uniform_(0.01, 0.03)
+            else:
+                blocks.v.random_(0, 256)
+                blocks.v_scale.uniform_(0.2, 0.6)
+                blocks.v_zero.fill_(-3.0)
 
     @staticmethod
     def _tables(
@@ -94,7 +112,12 @@ class Decode:
 
     def run(self, attention: Callable = ops.paged_attention) -> torch.Tensor:
         return attention(
-            self.q, self.blocks, self.meta, sm_scale=self.scale, window_size=self.window
+            self.q,
+            self.blocks,
+            self.meta,
+            sm_scale=self.scale,
+            window_size=self.window,
+            rotated_v=self.rotated_v,
         )
 
     def check(self) -> None:
@@ -105,7 +128,7 @@ class Decode:
 
 def contender(name: str, shape: str, tokens: int) -> tuple[Callable[[], object], int]:
     """Return what to time and the bytes that it has to read."""
-    if name in ("hot", "8-bit", "window"):
+    if name in OURS:
         decode = Decode(shape, tokens, name)
         decode.check()
         return _synchronised(decode.run), decode.num_bytes
@@ -132,7 +155,7 @@ def _synchronised(run: Callable[[], object]) -> Callable[[], object]:
     return timed
 
 
-@pytest.mark.benchmark(max_time=0.5)  # there are 72
+@pytest.mark.benchmark(max_time=0.5)  # there are 84
 @pytest.mark.parametrize("name", CONTENDERS)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,4 +1,4 @@
-"""The ops on CPUs, in C++ through a C ABI: integer dots on 8-bit blocks, no torch headers.
+"""The ops on CPUs, in C++ through a C ABI: integer dots on quantized blocks, no torch headers.
 
 The functions have the signatures and the contract of `omlx_kernels.ops`. They check what the C++
 side relies on (dtypes, shapes, contiguity); the values in index tables are checked there, before
@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from omlx_kernels.layout import LayerBlocks, TierBlocks
+from omlx_kernels.layout import LayerBlocks, Tier, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.native import extend, library
 from omlx_kernels.native.arguments import (
@@ -25,7 +25,8 @@ from omlx_kernels.native.arguments import (
     check_append,
     check_convert,
     check_layer,
-    quantized_fields,
+    check_on_cpu,
+    tier_fields,
 )
 from omlx_kernels.native.library import available, isa
 
@@ -35,13 +36,18 @@ MAX_NATIVE_QUERIES = 16
 """Queries of a sequence up to which reading the blocks costs more than the arithmetic."""
 
 # The structs of src/abi.h.
-_APPEND = struct.Struct("18q")
-_CONVERT = struct.Struct("17q")
-_ATTENTION = struct.Struct("35qd")
+_APPEND = struct.Struct("19q")
+_CONVERT = struct.Struct("24q")
+_ATTENTION = struct.Struct("63q2d")
 
 
 def append_kv(
-    k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dst: TierBlocks,
+    slot_mapping: torch.Tensor,
+    *,
+    rotate_v: bool = False,
 ) -> None:
     """Scatter tokens into their slots; see `omlx_kernels.ops.append_kv`."""
     _, heads, size, dim = dst.k.shape
@@ -50,22 +56,27 @@ def append_kv(
     arguments = _APPEND.pack(
         k.data_ptr(), v.data_ptr(), *k.stride(), *v.stride(), slot_mapping.data_ptr(),
         dst.k.data_ptr(), dst.v.data_ptr(), k.shape[0], heads, dim, size, dst.num_blocks,
-        DTYPES[dst.k.dtype], torch.get_num_threads(),
+        DTYPES[dst.k.dtype], rotate_v, torch.get_num_threads(),
     )  # fmt: skip
     library.call("omlx_append_kv", arguments)
 
 
 def convert_blocks(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
-    """Quantize hot blocks into 8-bit blocks; see `omlx_kernels.ops.convert_blocks`."""
+    """Turn blocks into colder ones; see `omlx_kernels.ops.convert_blocks`."""
     _, heads, size, dim = src.k.shape
-    check_convert(src, dst, src_ids, dst_ids)
+    check_convert(src, dst, src_tier, dst_tier, src_ids, dst_ids)
     src_ids, dst_ids = src_ids.contiguous(), dst_ids.contiguous()
     arguments = _CONVERT.pack(
-        src.k.data_ptr(), src.v.data_ptr(), *quantized_fields(dst), src_ids.data_ptr(),
-        dst_ids.data_ptr(), src_ids.numel(), src.num_blocks, dst.num_blocks, heads, dim, size,
-        DTYPES[src.k.dtype], torch.get_num_threads(),
+        *tier_fields(src), *tier_fields(dst), src_tier, dst_tier, src_ids.data_ptr(),
+        dst_ids.data_ptr(), src_ids.numel(), heads, dim, size, DTYPES.get(src.k.dtype, 0),
+        torch.get_num_threads(),
     )  # fmt: skip
     library.call("omlx_convert_blocks", arguments)
 
@@ -78,11 +89,24 @@ def paged_attention(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend through the block table; see `omlx_kernels.ops.paged_attention`."""
     check_layer(blocks)
     if q.stride(2) != 1:
         q = q.contiguous()
+    sink_pointer = sink_token = sink_head = logits_pointer = 0
+    if sink_q is not None or sink_logits is not None:
+        check_on_cpu("paged_attention", sink_q=sink_q, sink_logits=sink_logits)
+    if sink_q is not None:
+        sink_q = sink_q if sink_q.stride(2) == 1 else sink_q.contiguous()
+        sink_pointer, (sink_token, sink_head, _) = sink_q.data_ptr(), sink_q.stride()
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+        logits_pointer = sink_logits.data_ptr()
     num_tokens, num_heads, _ = q.shape
     table = meta.block_table
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -90,8 +114,9 @@ def paged_attention(
         *block_fields(blocks), table.data_ptr(), meta.block_starts.data_ptr(),
         meta.tier_starts.data_ptr(), meta.sink_pages.data_ptr(), meta.seq_lens.data_ptr(),
         meta.query_start_loc.data_ptr(), table.shape[0], table.shape[1], q.data_ptr(),
-        out.data_ptr(), q.stride(0), q.stride(1), num_tokens, num_heads, window_size or 0,
-        keep_sinks, MAX_NATIVE_QUERIES, torch.get_num_threads(), sm_scale,
+        sink_pointer, logits_pointer, out.data_ptr(), q.stride(0), q.stride(1), sink_token,
+        sink_head, num_tokens, num_heads, window_size or 0, keep_sinks, rotated_v,
+        MAX_NATIVE_QUERIES, torch.get_num_threads(), sm_scale, softcap or 0.0,
     )  # fmt: skip
     library.call("omlx_paged_attention", arguments)
     if num_tokens > MAX_NATIVE_QUERIES:
@@ -99,7 +124,9 @@ def paged_attention(
         for seq, (first, last) in enumerate(pairwise(bounds)):
             if last - first > MAX_NATIVE_QUERIES:
                 out[first:last] = extend.attend(
-                    q[first:last], blocks, meta, seq,
-                    sm_scale=sm_scale, window_size=window_size, keep_sinks=keep_sinks,
+                    q[first:last], blocks, meta, seq, sm_scale=sm_scale, window_size=window_size,
+                    keep_sinks=keep_sinks, rotated_v=rotated_v,
+                    sink_q=None if sink_q is None else sink_q[first:last],
+                    softcap=softcap, sink_logits=sink_logits,
                 )  # fmt: skip
     return out

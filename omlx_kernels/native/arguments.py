@@ -18,21 +18,18 @@ _checked: dict[int, weakref.ref[LayerBlocks]] = {}  # by id: hashing a dataclass
 
 def block_fields(blocks: LayerBlocks) -> tuple[int, ...]:
     """Return the fields of the C struct ``Blocks``."""
-    sink, hot, k8v8 = blocks.sink, blocks.hot, blocks.k8v8
-    num_hot, heads, size, dim = hot.k.shape
+    _, heads, size, dim = blocks.hot.k.shape
     return (
-        sink.k.data_ptr(), sink.v.data_ptr(), hot.k.data_ptr(), hot.v.data_ptr(),
-        *quantized_fields(k8v8), sink.k.shape[0], num_hot, k8v8.k.shape[0],
-        heads, dim, size, sink.k.shape[2], DTYPES[hot.k.dtype],
+        *tier_fields(blocks.sink), *tier_fields(blocks.hot), *tier_fields(blocks.k8v8),
+        *tier_fields(blocks.k8v4), *tier_fields(blocks.k4v4),
+        heads, dim, size, blocks.sink_tokens, DTYPES[blocks.hot.k.dtype],
     )  # fmt: skip
 
 
-def quantized_fields(k8v8: TierBlocks) -> tuple[int, ...]:
-    """Return the pointers of a K8V8 tier, in the order of the C structs."""
-    return (
-        k8v8.k.data_ptr(), k8v8.k_scale.data_ptr(), k8v8.k_zero.data_ptr(),
-        k8v8.v.data_ptr(), k8v8.v_scale.data_ptr(),
-    )  # fmt: skip
+def tier_fields(tier: TierBlocks) -> tuple[int, ...]:
+    """Return the fields of the C struct ``TierBlocks``."""
+    parts = (tier.k, tier.v, tier.k_scale, tier.k_zero, tier.v_scale, tier.v_zero)
+    return (*[0 if x is None else x.data_ptr() for x in parts], tier.num_blocks)
 
 
 def check_layer(blocks: LayerBlocks) -> None:
@@ -53,17 +50,27 @@ def check_append(dst: TierBlocks, slot_mapping: torch.Tensor) -> None:
     _check_float("append_kv", dst.k)
     for part in ("k", "v"):
         _check_tensor("append_kv", f"dst.{part}", getattr(dst, part), dst.k.shape, dst.k.dtype)
-    _check_on_cpu("append_kv", slot_mapping=slot_mapping)
+    check_on_cpu("append_kv", slot_mapping=slot_mapping)
 
 
 def check_convert(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
-    """Check that ``src`` holds hot and ``dst`` 8-bit blocks of one format."""
-    form = _format("convert_blocks", src, 0)
-    _check_tier("convert_blocks", "src", src, form, Tier.HOT)
-    _check_tier("convert_blocks", "dst", dst, form, Tier.K8V8)
-    _check_on_cpu("convert_blocks", src_ids=src_ids, dst_ids=dst_ids)
+    """Check that ``src`` and ``dst`` hold blocks of their tiers, of one format."""
+    op = "convert_blocks"
+    if src_tier == Tier.HOT:
+        form = _format(op, src, 0)
+    else:  # of 8-bit keys, so that a row of codes has as many bytes as channels
+        _, heads, size, dim = src.k.shape
+        form = BlockFormat(size, 0, heads, dim, torch.float32)
+    _check_tier(op, "src", src, form, src_tier)
+    _check_tier(op, "dst", dst, form, dst_tier)
+    check_on_cpu(op, src_ids=src_ids, dst_ids=dst_ids)
 
 
 def _format(op: str, hot: TierBlocks, sink_tokens: int) -> BlockFormat:
@@ -93,7 +100,8 @@ def _check_tensor(
         raise ValueError(describe(op, name, expected, got))
 
 
-def _check_on_cpu(op: str, **tensors: torch.Tensor) -> None:
+def check_on_cpu(op: str, **tensors: torch.Tensor | None) -> None:
+    """Check where the tensors are; None is fine."""
     for name, x in tensors.items():
-        if not x.is_cpu:
+        if x is not None and not x.is_cpu:
             raise ValueError(describe(op, name, "on cpu", f"{x.device}"))

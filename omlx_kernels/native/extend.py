@@ -5,6 +5,9 @@ end of the window) get one. Each of the two is taken in ranges that fit into a s
 `SCRATCH_BYTES`: as many heads as fit with all their tokens, or one head and as many tokens as fit.
 Parts are merged by their log-sum-exp. Traffic: every block once, its floats once more through the
 cache, and torch's reads of them.
+
+Sink tokens outside the window that have a query of their own are a part of their own. With capped
+scores, which torch's attention does not offer, a part is plain matrix products.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.native import library
 from omlx_kernels.native.arguments import DTYPES, block_fields
+from omlx_kernels.quantization import hadamard
 
 SCRATCH_BYTES = 16 << 20
 """Most bytes of keys and values that are in floating point at a time."""
+CAPPED_TOKENS = 1024
+"""Most tokens of a part whose scores are capped: they are all in memory at once."""
 
 # The structs of src/abi.h.
-_GATHER = struct.Struct("28q")
+_GATHER = struct.Struct("51q")
 _MERGE = struct.Struct("13q")
 
 
@@ -36,45 +42,90 @@ def attend(
     sm_scale: float,
     window_size: int | None,
     keep_sinks: bool,
+    rotated_v: bool,
+    sink_q: torch.Tensor | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend one sequence's queries ``q`` [num_queries, num_q_heads, head_dim]; same shape back."""
     count, num_heads, dim = q.shape
     kv_heads = blocks.hot.k.shape[1]
     group = num_heads // kv_heads
     length = int(meta.seq_lens[seq])
-    free, edge = _visible(blocks, meta, seq, length, count, window_size, keep_sinks)
+    split_sinks = bool(sink_q is not None and keep_sinks and window_size and blocks.sink_tokens)
+    always = keep_sinks and not split_sinks
+    free, edge = _visible(blocks, meta, seq, length, count, window_size, always)
     query_pos = torch.arange(length - count, length)[:, None]
 
-    # [count, heads, dim] -> [1, kv_heads, group * count, dim]
-    rows = q.view(count, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
+    rows = _rows(q, kv_heads)
     out = torch.zeros(count, kv_heads, group, dim, dtype=q.dtype)
-    tokens = max(int(free[:, 3].sum()), int(edge[:, 3].sum()))
+    tokens = max(int(free[:, 3].sum()), int(edge[:, 3].sum()), 1)
     token_bytes = 2 * dim * q.element_size()
-    heads = min(kv_heads, max(1, SCRATCH_BYTES // max(1, tokens * token_bytes)))
+    heads = min(kv_heads, max(1, SCRATCH_BYTES // (tokens * token_bytes)))
     limit = tokens if heads > 1 else SCRATCH_BYTES // token_bytes
-    parts = [(part, None, None) for part in _ranges(free, limit)]
-    for part in _ranges(edge, limit):
-        visible = _see(part, query_pos, window_size, keep_sinks, blocks.sink_tokens)
+    if softcap is not None:
+        limit = min(limit, CAPPED_TOKENS)
+    parts = [(rows, part, None, None) for part in _ranges(free, limit)]
+    masked = [(rows, part, False) for part in _ranges(edge, limit)]
+    if split_sinks and length > window_size:
+        stored = min(blocks.sink_tokens, length)
+        sinks = torch.tensor([[Tier.SINK, int(meta.sink_pages[seq]), 0, stored, 0]])
+        masked.append((_rows(sink_q, kv_heads), sinks.int(), True))
+    for part_rows, part, outside in masked:
+        key_pos = torch.cat([torch.arange(p, p + n) for n, p in part[:, 3:].tolist()])
+        visible = _see(key_pos, query_pos, window_size, always, blocks.sink_tokens)
+        if outside:
+            visible = key_pos <= query_pos - window_size
         visible = visible.expand(group, -1, -1).flatten(0, 1)
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-        parts.append((part, mask[None, None], ~visible.any(-1)))
+        parts.append((part_rows, part, mask[None, None], ~visible.any(-1)))
 
-    most = max((int(part[:, 3].sum()) for part, _, _ in parts), default=0)
+    most = max((int(part[:, 3].sum()) for _, part, _, _ in parts), default=0)
     scratch = torch.empty(2, heads * most * dim, dtype=q.dtype)
     acc = torch.empty(heads, rows.shape[2], dim)
     lse = torch.empty(heads, rows.shape[2])
     for first in range(0, kv_heads, heads):
         last = min(first + heads, kv_heads)
-        for i, (part, mask, blind) in enumerate(parts):
+        for i, (part_rows, part, mask, blind) in enumerate(parts):
             k, v = _gather(blocks, part, first, last, scratch)
-            result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                rows[:, first:last], k, v, 0.0, False, attn_mask=mask, scale=sm_scale
-            )
+            result = _attend_part(part_rows[:, first:last], k, v, mask, sm_scale, softcap)
             _merge(acc, lse, *result, blind, is_first=i == 0)
         if parts:
             merged = acc[: last - first].view(-1, group, count, dim)
+            if sink_logits is not None:
+                logits = sink_logits.view(kv_heads, group, 1)[first:last]
+                kept = torch.sigmoid(lse[: last - first].view(-1, group, count) - logits)
+                merged = merged * kept.nan_to_num(0.0)[..., None]
+            if rotated_v:
+                merged = hadamard(merged)
             out[:, first:last] = merged.permute(2, 0, 1, 3)
     return out.view(count, num_heads, dim)
+
+
+def _rows(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Turn [count, heads, dim] into [1, kv_heads, group * count, dim]."""
+    count, num_heads, dim = q.shape
+    grouped = q.view(count, kv_heads, num_heads // kv_heads, dim)
+    return grouped.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
+
+
+def _attend_part(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sm_scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the part's attention [1, heads, rows, dim] and log-sum-exp [1, heads, rows]."""
+    if softcap is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=sm_scale
+        )
+    scores = softcap * torch.tanh(q.float() @ k.float().mT * (sm_scale / softcap))
+    if mask is not None:
+        scores += mask
+    return (torch.softmax(scores, -1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
 def _visible(
@@ -129,14 +180,13 @@ def _ranges(pieces: torch.Tensor, limit: int) -> list[torch.Tensor]:
 
 
 def _see(
-    pieces: torch.Tensor,
+    key_pos: torch.Tensor,
     query_pos: torch.Tensor,
     window_size: int | None,
     keep_sinks: bool,
     sink_tokens: int,
 ) -> torch.Tensor:
     """Return bool [queries, tokens]: whether a query sees a key."""
-    key_pos = torch.cat([torch.arange(p, p + n) for n, p in pieces[:, 3:].tolist()])
     visible = key_pos <= query_pos
     if window_size is not None:
         in_window = key_pos > query_pos - window_size

@@ -13,7 +13,7 @@ from native_isas import ISAS
 from strategies import make_case
 
 from omlx_kernels import ops
-from omlx_kernels.layout import LayerBlocks, TierBlocks
+from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier, TierBlocks
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native library is not built")
 
@@ -39,6 +39,7 @@ def attend(case, **changes):
         ("block_table", (0, 0), -1),
         ("block_table", (0, 0), 10**6),
         ("block_table", (0, 2), 99),
+        ("block_table", (0, 3), 99),
         ("tier_starts", (0, 2), 10**6),
         ("tier_starts", (0, 0), -3),
         ("tier_starts", (0, 1), 100),
@@ -53,7 +54,7 @@ def attend(case, **changes):
 )
 @pytest.mark.parametrize("queries", [1, 20])
 def test_index_out_of_range(name, index, value, queries):
-    case = make_case([300, 200], [queries, 1])
+    case = make_case([400, 300], [queries, 1], cold_tiers=BLOCK_TIERS[1:])
     table = getattr(case.meta, name).clone()
     table[index] = value if name != "query_start_loc" or value != 5 else queries + 5
     with pytest.raises(ValueError, match=r"paged_attention: \w+.* must .* got"):
@@ -68,39 +69,55 @@ def test_index_out_of_range(name, index, value, queries):
     st.sampled_from([[1, 1], [3, 1], [30, 2]]),
 )
 def test_any_value_anywhere_gives_a_result_or_an_error(name, index, value, new):
-    case = make_case([300, 200], new)
+    case = make_case([400, 200], new, cold_tiers=BLOCK_TIERS[1:])
     table = getattr(case.meta, name).clone()
     table.view(-1)[index % table.numel()] = value
     with contextlib.suppress(ValueError):
         assert attend(case, **{name: table}).shape == case.q.shape
 
 
-@pytest.mark.parametrize("part", ["k", "k_scale", "k_zero", "v", "v_scale"])
-@pytest.mark.parametrize("fault", ["dtype", "shape", "stride", "device"])
-def test_quantized_blocks_of_another_format(part, fault):
-    case = make_case([300], [1])
-    t = getattr(case.blocks.k8v8, part)
+@pytest.mark.parametrize(
+    ("tier", "part"),
+    [
+        *((Tier.K8V8, part) for part in ("k", "k_scale", "k_zero", "v", "v_scale")),
+        *((Tier.K8V4, part) for part in ("k", "k_scale", "k_zero", "v", "v_scale", "v_zero")),
+        *((Tier.K4V4, part) for part in ("k", "k_scale", "k_zero", "v", "v_scale", "v_zero")),
+    ],
+)
+@pytest.mark.parametrize("fault", ["dtype", "shape", "stride", "device", "missing"])
+def test_quantized_blocks_of_another_format(tier, part, fault):
+    case = make_case([300], [1], cold_tiers=(tier,))
+    t = getattr(case.blocks.tier(tier), part)
     wrong = {
         "dtype": lambda: t.to(torch.float64),
         "shape": lambda: t[..., :-1].contiguous(),
         "stride": lambda: torch.stack([t, t], -1)[..., 0],
         "device": lambda: t.to("meta"),
+        "missing": lambda: t[0] if part == "k" else None,  # keys say how many blocks there are
     }[fault]()
-    k8v8 = dataclasses.replace(case.blocks.k8v8, **{part: wrong})
-    blocks = dataclasses.replace(case.blocks, k8v8=k8v8)
-    with pytest.raises(ValueError, match=rf"paged_attention: K8V8 blocks\.{part} must be"):
+    changed = dataclasses.replace(case.blocks.tier(tier), **{part: wrong})
+    blocks = dataclasses.replace(case.blocks, **{tier.name.lower(): changed})
+    name = rf"{tier.name} blocks\.{part}"
+    with pytest.raises(ValueError, match=rf"paged_attention: {name} must be .* got"):
         ops.paged_attention(case.q, blocks, case.meta, sm_scale=0.1)
 
 
-def test_quantized_blocks_without_scales():
+def test_blocks_in_the_place_of_another_tier():
     case = make_case([300], [1])
     blocks = dataclasses.replace(case.blocks, k8v8=case.blocks.hot)
     with pytest.raises(ValueError, match=r"K8V8 blocks\.k must be contiguous torch\.uint8"):
         ops.paged_attention(case.q, blocks, case.meta, sm_scale=0.1)
-    k8v8 = dataclasses.replace(case.blocks.k8v8, v_scale=None)
-    blocks = dataclasses.replace(case.blocks, k8v8=k8v8)
-    with pytest.raises(ValueError, match=r"K8V8 blocks\.v_scale must be .* got None"):
+    blocks = dataclasses.replace(case.blocks, k4v4=case.blocks.k8v4)
+    with pytest.raises(ValueError, match=r"K4V4 blocks\.k must be .* 32\)"):
         ops.paged_attention(case.q, blocks, case.meta, sm_scale=0.1)
+
+
+@pytest.mark.parametrize("name", ["sink_q", "sink_logits"])
+def test_tensors_elsewhere(name):
+    case = make_case([300], [1])
+    tensor = {"sink_q": case.q, "sink_logits": torch.zeros(2)}[name].to("meta")
+    with pytest.raises(ValueError, match=rf"paged_attention: {name} must be on cpu, got meta"):
+        ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1, **{name: tensor})
 
 
 @pytest.mark.parametrize("tier", ["sink", "hot"])
@@ -126,11 +143,24 @@ def test_slot_beyond_the_blocks_writes_nothing():
 
 @pytest.mark.parametrize("name", ["src_ids", "dst_ids"])
 @pytest.mark.parametrize("value", [-1, 1000])
-def test_block_id_out_of_range_converts_nothing(name, value):
-    case = make_case([400], [1])
-    before = case.blocks.k8v8.k.clone()
+@pytest.mark.parametrize("tiers", [(Tier.HOT, Tier.K8V8), (Tier.K8V4, Tier.K4V4)])
+def test_block_id_out_of_range_converts_nothing(name, value, tiers):
+    case = make_case([900], [1], cold_tiers=BLOCK_TIERS[1:])
+    src, dst = (case.blocks.tier(tier) for tier in tiers)
+    before = dst.k.clone()
     ids = {"src_ids": torch.zeros(2).int(), "dst_ids": torch.arange(2).int()}
     ids[name][1] = value
     with pytest.raises(ValueError, match=rf"convert_blocks: {name}\[1\] must be in"):
-        ops.convert_blocks(case.blocks.hot, case.blocks.k8v8, **ids)
-    torch.testing.assert_close(case.blocks.k8v8.k, before, rtol=0, atol=0)
+        ops.convert_blocks(src, dst, *tiers, **ids)
+    torch.testing.assert_close(dst.k, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("side", "part"), [("src", "k_zero"), ("src", "v"), ("dst", "v_zero")])
+def test_conversion_of_another_format_converts_nothing(side, part):
+    case = make_case([900], [1], cold_tiers=BLOCK_TIERS[1:])
+    blocks = {"src": case.blocks.k8v8, "dst": case.blocks.k4v4}
+    wrong = getattr(blocks[side], part)[:, :, :-1].contiguous()
+    blocks[side] = dataclasses.replace(blocks[side], **{part: wrong})
+    ids = torch.zeros(1).int()
+    with pytest.raises(ValueError, match=rf"convert_blocks: {side}\.{part} must be contiguous"):
+        ops.convert_blocks(*blocks.values(), Tier.K8V8, Tier.K4V4, ids, ids)

@@ -12,6 +12,7 @@ from native_isas import ISAS, forced_isa
 from strategies import make_case
 
 from omlx_kernels import native, reference, vectorized
+from omlx_kernels.layout import BLOCK_TIERS
 
 # What the output type can hold: one step between neighbours, relative.
 STEP = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -41,20 +42,47 @@ def ragged(draw):
     return lens, new, window
 
 
+@st.composite
+def features(draw):
+    """Draw the tiers of old blocks, and what a call may ask for beside a window."""
+    tiers = draw(st.sampled_from([(t,) for t in BLOCK_TIERS[1:]] + [BLOCK_TIERS[1:]]))
+    case = {"cold_tiers": tiers, "rotated_v": draw(st.booleans())}
+    call = {
+        "keep_sinks": draw(st.booleans()),
+        "softcap": draw(st.sampled_from([None, None, 5.0])),
+        "sink_logits": draw(st.booleans()),
+        "sink_q": draw(st.booleans()),
+    }
+    return case, call
+
+
+def tensors_for(case, call, seed):
+    """Turn the drawn features of a call into its arguments."""
+    gen = torch.Generator().manual_seed(seed)
+    q = case.q
+    logits = torch.randn(q.shape[1], generator=gen)
+    sink_q = torch.randn(q.shape, generator=gen).to(q.dtype)
+    return call | {
+        "sink_logits": logits if call["sink_logits"] else None,
+        "sink_q": sink_q if call["sink_q"] else None,
+    }
+
+
 @per_isa
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=120)
 @given(
     ragged(),
+    features(),
     st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3), (7, 1)]),
-    st.sampled_from([32, 33, 64, 80, 96, 100, 128, 256]),
+    st.sampled_from([8, 32, 40, 64, 80, 96, 104, 128, 256]),
     st.sampled_from([0, 1, 4, 64, 70]),
     st.sampled_from([64, 128]),
     st.sampled_from(list(STEP)),
-    st.booleans(),
     st.integers(0, 2**20),
 )
-def test_ragged(isa, shape, heads, head_dim, sinks, block_size, dtype, keep_sinks, seed):
+def test_ragged(isa, shape, wanted, heads, head_dim, sinks, block_size, dtype, seed):
     lens, new, window = shape
+    stored, call = wanted
     case = make_case(
         lens,
         new,
@@ -66,15 +94,18 @@ def test_ragged(isa, shape, heads, head_dim, sinks, block_size, dtype, keep_sink
         dtype=dtype,
         window_size=window,
         seed=seed,
+        **stored,
     )
-    assert_agrees(*run(case, isa, window_size=window, keep_sinks=keep_sinks))
+    call = tensors_for(case, call, seed) | {"rotated_v": stored["rotated_v"]}
+    assert_agrees(*run(case, isa, window_size=window, **call))
 
 
 @per_isa
 @pytest.mark.parametrize(
     ("heads", "head_dim"), [((9, 3), 64), ((32, 8), 128), ((32, 32), 128), ((8, 1), 576)]
 )
-def test_real_shapes(isa, heads, head_dim):
+@pytest.mark.parametrize("cold_tiers", [BLOCK_TIERS[1:2], BLOCK_TIERS[1:]])
+def test_real_shapes(isa, heads, head_dim, cold_tiers):
     case = make_case(
         [1500, 700],
         [1, 1],
@@ -83,8 +114,10 @@ def test_real_shapes(isa, heads, head_dim):
         head_dim=head_dim,
         block_size=256,
         dtype=torch.bfloat16,
+        cold_tiers=cold_tiers,
+        rotated_v=len(cold_tiers) > 1,
     )
-    assert_agrees(*run(case, isa))
+    assert_agrees(*run(case, isa, rotated_v=len(cold_tiers) > 1))
 
 
 @per_isa
@@ -102,20 +135,46 @@ def test_window_edges(isa):
 
 
 @per_isa
-def test_biased_keys_do_not_lose_precision(isa):
-    case = make_case([700], [1], head_dim=128, hot_blocks=1)
-    case.blocks.k8v8.k_zero[..., 5] += 300.0
+@pytest.mark.parametrize("tier", BLOCK_TIERS[1:])
+def test_biased_keys_do_not_lose_precision(isa, tier):
+    case = make_case([700], [1], head_dim=128, hot_blocks=1, cold_tiers=(tier,))
+    case.blocks.tier(tier).k_zero[..., 5] += 300.0
     case.blocks.sink.k[..., 5] += 300.0
     case.blocks.hot.k[..., 5] += 300.0
     assert_agrees(*run(case, isa))
 
 
 @per_isa
-def test_scores_far_apart_and_tiny_values(isa):
-    case = make_case([500], [1], num_q_heads=2)
+@pytest.mark.parametrize("tier", BLOCK_TIERS[1:])
+def test_scores_far_apart_and_tiny_values(isa, tier):
+    case = make_case([500], [1], num_q_heads=2, cold_tiers=(tier,))
     case.q.mul_(200.0)
-    case.blocks.k8v8.v_scale.mul_(0).add_(2.0**-24)
+    case.blocks.tier(tier).v_scale.fill_(2.0**-24)
     assert_agrees(*run(case, isa), atol=2e-3)
+
+
+@per_isa
+@pytest.mark.parametrize("queries", [1, native.MAX_NATIVE_QUERIES + 1])
+def test_nothing_but_learned_sinks_is_seen(isa, queries):
+    case = make_case([300], [queries], window_size=1, num_q_heads=2)
+    case.meta.tier_starts[:] = 0
+    logits = torch.tensor([3.0, float("-inf")])
+    got, want = run(case, isa, window_size=1, keep_sinks=False, sink_logits=logits)
+    assert not want.any()
+    assert_agrees(got, want)
+
+
+def test_sink_queries_may_have_strides_of_their_own():
+    case = make_case([300], [2], window_size=9, num_q_heads=2)
+    sink_q = torch.randn(2, 2, 64)
+    want = native.paged_attention(
+        case.q, case.blocks, case.meta, sm_scale=0.1, window_size=9, sink_q=sink_q
+    )
+    for other in (sink_q.transpose(0, 1).contiguous().transpose(0, 1), sink_q.mT.contiguous().mT):
+        got = native.paged_attention(
+            case.q, case.blocks, case.meta, sm_scale=0.1, window_size=9, sink_q=other
+        )
+        assert torch.equal(got, want)
 
 
 def test_queries_with_strides_and_rows_of_no_sequence():
@@ -164,30 +223,38 @@ def test_nan_in_a_query_reaches_its_own_output_only():
 
 
 @per_isa
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 250), st.integers(0, 90)), min_size=1, max_size=3),
     st.none() | st.integers(1, 300),
+    features(),
     st.sampled_from([0, 4, 64]),
-    st.booleans(),
+    st.sampled_from([64, 80]),
     st.sampled_from(list(STEP)),
     st.sampled_from([64, 2**12, 2**16, 2**30]),
+    st.integers(0, 2**20),
 )
-def test_extend(isa, lengths, window, sinks, keep_sinks, dtype, scratch):
+def test_extend(isa, lengths, window, wanted, sinks, head_dim, dtype, scratch, seed):
+    stored, call = wanted
     case = make_case(
         [past + new for past, new in lengths],
         [new for _, new in lengths],
         num_q_heads=6,
         num_kv_heads=3,
+        head_dim=head_dim,
         sink_tokens=sinks,
         dtype=dtype,
         window_size=window,
+        seed=seed,
+        **stored,
     )
+    call = tensors_for(case, call, seed)
+    kwargs = call | {"window_size": window, "rotated_v": stored["rotated_v"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native.extend, "SCRATCH_BYTES", scratch)
-        got, want = run(case, isa, window_size=window, keep_sinks=keep_sinks)
+        got, want = run(case, isa, **kwargs)
     # torch attends here: allow twice the error of plain torch at the same precision.
-    kwargs = case.attention_kwargs() | {"window_size": window, "keep_sinks": keep_sinks}
+    kwargs |= case.attention_kwargs()
     plain = vectorized.paged_attention(case.q, case.blocks, case.meta, **kwargs)
     error = (plain.float() - want.float()).abs().max().item() if want.numel() else 0.0
     torch.testing.assert_close(got, want, rtol=2 * STEP[dtype], atol=2 * error + QUANTIZED_DOT)

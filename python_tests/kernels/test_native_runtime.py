@@ -14,6 +14,7 @@ from native_isas import ISAS, forced_isa
 from strategies import make_case
 
 from omlx_kernels import native, ops
+from omlx_kernels.layout import Tier
 from omlx_kernels.native import build, library
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native library is not built")
@@ -37,7 +38,7 @@ def test_ops_on_a_cpu_run_natively(calls):
     k = torch.zeros(1, 1, 64)
     ops.append_kv(k, k, blocks.hot, torch.tensor([0]))
     ids = torch.zeros(1, dtype=torch.int32)
-    ops.convert_blocks(blocks.hot, blocks.k8v8, ids, ids)
+    ops.convert_blocks(blocks.hot, blocks.k8v8, Tier.HOT, Tier.K8V8, ids, ids)
     assert calls == ["omlx_paged_attention", "omlx_append_kv", "omlx_convert_blocks"]
 
 

@@ -8,20 +8,26 @@
 
 namespace omlx {
 
-enum Tier : int32_t { SINK = 0, HOT = 1, K8V8 = 2 };
-constexpr int BLOCK_TIERS = 2;  // HOT and K8V8: the tiers that a table row lists, in this order
+enum Tier : int32_t { SINK = 0, HOT = 1, K8V8 = 2, K8V4 = 3, K4V4 = 4 };
+constexpr int TIERS = 5;
+constexpr int BLOCK_TIERS = 4;  // HOT to K4V4: the tiers that a table row lists, in this order
 constexpr int QUANT_GROUP = 64;
+
+// Bits of a code; 0 where the model's dtype is stored.
+static inline int k_bits(int64_t tier) { return tier < K8V8 ? 0 : tier < K4V4 ? 8 : 4; }
+static inline int v_bits(int64_t tier) { return tier < K8V8 ? 0 : tier < K8V4 ? 8 : 4; }
 
 enum Dtype : int64_t { F32 = 0, BF16 = 1, F16 = 2 };
 static inline int64_t element_size(int64_t dtype) { return dtype == F32 ? 4 : 2; }
 
+struct TierBlocks {  // a part that the tier's format lacks is null
+    char *k, *v;
+    uint16_t *k_scale, *k_zero, *v_scale, *v_zero;
+    int64_t num_blocks;
+};
+
 struct Blocks {  // one layer
-    const char *sink_k, *sink_v, *hot_k, *hot_v;
-    const uint8_t* k8;
-    const uint16_t *k8_scale, *k8_zero;
-    const int8_t* v8;
-    const uint16_t* v8_scale;
-    int64_t num_sinks, num_hot, num_k8v8;
+    TierBlocks tiers[TIERS];
     int64_t kv_heads, head_dim, block_size, sink_tokens, dtype;
 };
 
@@ -30,15 +36,16 @@ struct AttentionArgs {
     const int32_t *block_table, *block_starts, *tier_starts, *sink_pages, *seq_lens,
         *query_start_loc;
     int64_t num_seqs, table_width;
-    const char* q;
-    char* out;  // [num_tokens, num_q_heads, head_dim], contiguous
-    int64_t q_stride_token, q_stride_head;  // in elements
+    const char *q, *sink_q;    // sink_q may be null
+    const float* sink_logits;  // [num_q_heads]; or null
+    char* out;                 // [num_tokens, num_q_heads, head_dim], contiguous
+    int64_t q_stride_token, q_stride_head, sink_q_stride_token, sink_q_stride_head;  // in elements
     int64_t num_tokens, num_q_heads;
     int64_t window;       // keys that a query sees, itself included; 0 = all
-    int64_t keep_sinks;
+    int64_t keep_sinks, rotated_v;
     int64_t max_queries;  // sequences with more queries are left to the caller
     int64_t num_threads;
-    double sm_scale;
+    double sm_scale, softcap;  // softcap 0 = none
 };
 
 struct AppendArgs {
@@ -47,17 +54,14 @@ struct AppendArgs {
     int64_t v_stride_token, v_stride_head, v_stride_dim;
     const int64_t* slots;
     char *dst_k, *dst_v;
-    int64_t num_tokens, kv_heads, head_dim, size, num_blocks, dtype, num_threads;
+    int64_t num_tokens, kv_heads, head_dim, size, num_blocks, dtype, rotate_v, num_threads;
 };
 
 struct ConvertArgs {
-    const char *src_k, *src_v;
-    uint8_t* k;
-    uint16_t *k_scale, *k_zero;
-    int8_t* v;
-    uint16_t* v_scale;
+    TierBlocks src, dst;
+    int64_t src_tier, dst_tier;
     const int32_t *src_ids, *dst_ids;
-    int64_t count, num_src, num_dst, kv_heads, head_dim, block_size, dtype, num_threads;
+    int64_t count, kv_heads, head_dim, block_size, dtype, num_threads;
 };
 
 struct GatherArgs {  // heads [first_head, last_head) of the listed blocks as contiguous K and V

@@ -1,6 +1,8 @@
-// Scatter new tokens, [token, head, dim] of any strides, into their slots [block, head, slot, dim].
+// Scatter new tokens, [token, head, dim] of any strides, into their slots [block, head, slot, dim];
+// rotate the values on the way where the cache has 4-bit values.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "error.h"
 #include "isa.h"
@@ -18,8 +20,9 @@ void copy_row(T* to, const T* from, int64_t dim, int64_t stride) {
     for (int64_t c = 0; c < dim; ++c) to[c] = from[c * stride];
 }
 
+// `buffer` is null where values are not rotated.
 template <class T>
-void append_token(const AppendArgs& a, int64_t token) {
+void append_token(const AppendArgs& a, int64_t token, float* buffer) {
     const int64_t slot = a.slots[token];
     if (slot < 0) return;
     const T* k = reinterpret_cast<const T*>(a.k) + token * a.k_stride_token;
@@ -28,8 +31,12 @@ void append_token(const AppendArgs& a, int64_t token) {
         const int64_t row = (slot / a.size * a.kv_heads + head) * a.size + slot % a.size;
         copy_row(reinterpret_cast<T*>(a.dst_k) + row * a.head_dim, k + head * a.k_stride_head,
                  a.head_dim, a.k_stride_dim);
-        copy_row(reinterpret_cast<T*>(a.dst_v) + row * a.head_dim, v + head * a.v_stride_head,
-                 a.head_dim, a.v_stride_dim);
+        const T* from = v + head * a.v_stride_head;
+        T* to = reinterpret_cast<T*>(a.dst_v) + row * a.head_dim;
+        if (!buffer) copy_row(to, from, a.head_dim, a.v_stride_dim);
+        else
+            kernels().rotate(reinterpret_cast<const char*>(from), a.v_stride_dim,
+                             reinterpret_cast<char*>(to), a.head_dim, a.dtype, buffer);
     }
 }
 
@@ -42,10 +49,13 @@ void append(const AppendArgs& a) {
     const int64_t bytes =
         2 * a.num_tokens * a.kv_heads * a.head_dim * element_size(a.dtype);
     const int64_t step = 16, threads = threads_for(bytes, a.num_threads);
+    const int64_t padded = a.rotate_v ? round_up(a.head_dim, 64) : 0;
+    std::vector<float> buffers(padded * ((a.num_tokens + step - 1) / step));
     parallel_for((a.num_tokens + step - 1) / step, threads, [&](int64_t i) {
+        float* buffer = padded ? buffers.data() + i * padded : nullptr;
         for (int64_t t = i * step; t < std::min((i + 1) * step, a.num_tokens); ++t) {
-            if (a.dtype == F32) append_token<float>(a, t);
-            else append_token<uint16_t>(a, t);
+            if (a.dtype == F32) append_token<float>(a, t, buffer);
+            else append_token<uint16_t>(a, t, buffer);
         }
     });
 }

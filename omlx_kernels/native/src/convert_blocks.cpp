@@ -1,4 +1,7 @@
-// Quantize listed hot blocks (quantize.h), one (block, head) per item.
+// Turn listed blocks into colder ones (quantize.h), one (block, head) per item.
+#include <algorithm>
+#include <vector>
+
 #include "error.h"
 #include "isa.h"
 #include "pool.h"
@@ -14,13 +17,20 @@ void check_ids(const char* name, const int32_t* ids, int64_t count, int64_t limi
 }
 
 void convert(const ConvertArgs& a) {
-    check_ids("src_ids", a.src_ids, a.count, a.num_src);
-    check_ids("dst_ids", a.dst_ids, a.count, a.num_dst);
+    check_ids("src_ids", a.src_ids, a.count, a.src.num_blocks);
+    check_ids("dst_ids", a.dst_ids, a.count, a.dst.num_blocks);
     const Kernels& kernel = kernels();
     const int64_t bytes =
         2 * a.count * a.kv_heads * a.block_size * a.head_dim * element_size(a.dtype);
-    parallel_for(a.count * a.kv_heads, threads_for(bytes, a.num_threads),
-                 [&](int64_t i) { kernel.convert(a, i / a.kv_heads, i % a.kv_heads); });
+    const int64_t items = a.count * a.kv_heads;
+    const int64_t threads = threads_for(bytes, a.num_threads);
+    const int64_t shares = std::min(items, 4 * threads);  // each with scratch of its own
+    const int64_t floats = round_up(kernel.convert_floats(a.head_dim), 16);
+    std::vector<float> scratch(floats * shares);
+    parallel_for(shares, threads, [&](int64_t i) {
+        for (int64_t j = items * i / shares; j < items * (i + 1) / shares; ++j)
+            kernel.convert(a, j / a.kv_heads, j % a.kv_heads, scratch.data() + i * floats);
+    });
 }
 
 }  // namespace

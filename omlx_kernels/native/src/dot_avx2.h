@@ -1,4 +1,4 @@
-// Integer dots of 8-bit tiles with vpmaddwd: bytes are widened to 16 bits, so that neither the
+// Integer dots of tiles of bytes with vpmaddwd: bytes are widened to 16 bits, so that neither the
 // 15-bit operand (query or weights) nor any product saturates.
 #pragma once
 #include "vec.h"
@@ -31,10 +31,14 @@ inline __m128i load16(const void* p, int n) {  // n bytes, at most 16, zeros aft
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(full));
 }
 
-inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, const void* next) {
+// Whether k_scores and v_values read 4-bit codes as they are stored.
+inline bool reads_packed(int) { return false; }
+
+template <int BITS>
+inline void k_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
+                      float* scores, Fetch next) {
     for (int t = 0; t < 64; t += 4) {
-        prefetch(next, t * dim, 4 * dim);
+        next.step(t / 4, 16);
         __m256i sum[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
                           _mm256_setzero_si256()};
         for (int c = 0; c < dim; c += 16) {
@@ -55,17 +59,20 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
     }
 }
 
-// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]; two tokens' rows are interleaved.
-template <int ROWS>
-inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride, const void* next) {
-    for (int c = 0; c < dim; c += 16) {
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c] for channels begin .. end-1 of rows of dim;
+// two tokens' rows are interleaved.
+template <int BITS, int ROWS>
+inline void v_values(const uint8_t* v, int dim, int begin, int end, int first, int last,
+                     const WeightCodes* weights, const float* step, float* acc,
+                     int64_t acc_stride, Fetch next) {
+    const int fetches = (dim + 63) / 64 * 32;
+    for (int c = begin; c < end; c += 16) {
         __m256i sum[ROWS][2];
         for (int r = 0; r < ROWS; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
         for (int t = first & ~1; t < last; t += 2) {
-            const int8_t* row = v + int64_t(t) * dim + c;
-            if (!(c & 48)) prefetch(next, c * 64 + t * 64, 128);
-            const __m128i v0 = load16(row, dim - c), v1 = load16(row + dim, dim - c);
+            const uint8_t* codes = v + int64_t(t) * dim + c;
+            if (!(c & 48)) next.step(c / 2 + t / 2, fetches);
+            const __m128i v0 = load16(codes, end - c), v1 = load16(codes + dim, end - c);
             const __m256i x0 = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(v0, v1));
             const __m256i x1 = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(v0, v1));
             for (int r = 0; r < ROWS; ++r) {

@@ -1,5 +1,8 @@
-// Integer dots of 8-bit tiles with vpdpbusd, which multiplies 4 unsigned by 4 signed bytes and adds
-// them to an int32. The 15-bit operand (query or weights) is split as high * 2^SHIFT + low.
+// Integer dots of tiles of codes with vpdpbusd, which multiplies 4 unsigned by 4 signed bytes and
+// adds them to an int32. The 15-bit operand (query or weights) is split as high * 2^SHIFT + low.
+//
+// 4-bit codes are unpacked in registers where 64 channels are 64 low or 64 high nibbles, or, for
+// dim = 64, the 32 low and the 32 high nibbles of the same bytes.
 #pragma once
 #include "vec.h"
 
@@ -35,11 +38,32 @@ inline __m512i sums_of_4(__m512i a, __m512i b, __m512i c, __m512i d) {
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
+// Whether k_scores and v_values read 4-bit codes as they are stored.
+inline bool reads_packed(int dim) { return dim == 64 || dim % 128 == 0; }
+
+// Bytes that hold channels c .. c+63 of a row, c a multiple of 64, with other nibbles beside them.
+template <int BITS>
+inline __m512i load_codes(const uint8_t* row, int dim, int c, __mmask64 mask) {
+    if (BITS == 8) return _mm512_maskz_loadu_epi8(mask, row + c);
+    if (dim == 64)
+        return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+    return _mm512_loadu_si512(row + (2 * c < dim ? c : c - dim / 2));
+}
+// The codes in such bytes.
+template <int BITS>
+inline __m512i unpack_codes(__m512i x, int dim, int c) {
+    if (BITS == 8) return x;
+    if (dim == 64) x = _mm512_srlv_epi64(x, _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
+    else if (2 * c >= dim) x = _mm512_srli_epi16(x, 4);
+    return _mm512_and_si512(x, _mm512_set1_epi8(15));
+}
+
 // CHUNKS = ceil(dim / 64) when the query's codes fit into registers, else 0.
-template <int CHUNKS>
-inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                         float* scores, const void* next) {
+template <int BITS, int CHUNKS>
+inline void k_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
+                         float* scores, Fetch next) {
     const int chunks = CHUNKS ? CHUNKS : (dim + 63) / 64;
+    if (BITS == 4 && CHUNKS) dim = 64 * CHUNKS;  // known to the compiler
     const __mmask64 tail = first_bytes(dim - (chunks - 1) * 64);
     __m512i high[CHUNKS ? CHUNKS : 1], low[CHUNKS ? CHUNKS : 1];
     for (int c = 0; c < CHUNKS; ++c) {
@@ -49,14 +73,15 @@ inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, fl
     for (int t = 0; t < 64; t += 16) {
         __m512i quad[4];  // quad[i]: in each 128-bit lane, parts of the sums of tokens 4i .. 4i+3
         for (int i = 0; i < 4; ++i) {
-            prefetch(next, (t + 4 * i) * dim, 4 * dim);
+            next.step(t / 4 + i, 16);
             __m512i sum[4];
             for (int j = 0; j < 4; ++j) {
-                const uint8_t* row = k + int64_t(t + 4 * i + j) * dim;
+                const uint8_t* row = k + int64_t(t + 4 * i + j) * (dim * BITS / 8);
                 __m512i h = _mm512_setzero_si512(), l = h;
                 for (int c = 0; c < chunks; ++c) {
-                    const __m512i x = c == chunks - 1 ? _mm512_maskz_loadu_epi8(tail, row + c * 64)
-                                                      : _mm512_loadu_si512(row + c * 64);
+                    const __mmask64 mask = c == chunks - 1 ? tail : ~0ull;
+                    const __m512i x = unpack_codes<BITS>(load_codes<BITS>(row, dim, c * 64, mask),
+                                                         dim, c * 64);
                     h = _mm512_dpbusd_epi32(
                         h, x, CHUNKS ? high[CHUNKS ? c : 0] : _mm512_loadu_si512(q.high + c * 64));
                     l = _mm512_dpbusd_epi32(
@@ -77,38 +102,42 @@ inline void k8_scores_of(const uint8_t* k, int dim, QueryCodes q, float step, fl
     }
 }
 
-// `next`: what the caller reads after this tile, 64 rows too.
-inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, const void* next) {
+template <int BITS>
+inline void k_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
+                     float* scores, Fetch next) {
     switch ((dim + 63) / 64) {
-        case 1: return k8_scores_of<1>(k, dim, q, step, bias, scores, next);
-        case 2: return k8_scores_of<2>(k, dim, q, step, bias, scores, next);
-        case 4: return k8_scores_of<4>(k, dim, q, step, bias, scores, next);
-        default: return k8_scores_of<0>(k, dim, q, step, bias, scores, next);
+        case 1: return k_scores_of<BITS, 1>(k, dim, q, step, bias, scores, next);
+        case 2: return k_scores_of<BITS, 2>(k, dim, q, step, bias, scores, next);
+        case 4: return k_scores_of<BITS, 4>(k, dim, q, step, bias, scores, next);
+        default: return k_scores_of<BITS, 0>(k, dim, q, step, bias, scores, next);
     }
 }
 
-// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]. Four tokens' rows are interleaved byte by
-// byte, so that each int32 of a dot holds 4 tokens of one channel.
-template <int ROWS>
-inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride, const void* next) {
-    for (int c = 0; c < dim; c += 64) {
-        const __mmask64 mask = first_bytes(dim - c);
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c] for channels begin .. end-1 of rows of dim.
+// Four tokens' rows are interleaved byte by byte: each int32 of a dot holds 4 tokens of one channel.
+template <int BITS, int ROWS>
+inline void v_values(const uint8_t* v, int dim, int begin, int end, int first, int last,
+                     const WeightCodes* weights, const float* step, float* acc,
+                     int64_t acc_stride, Fetch next) {
+    const int fetches = (dim + 63) / 64 * 16, row = dim * BITS / 8;
+    for (int c = begin; c < end; c += 64) {
+        const __mmask64 mask = first_bytes(end - c);
         __m512i high[ROWS][4], low[ROWS][4];
         for (int r = 0; r < ROWS; ++r)
             for (int i = 0; i < 4; ++i) high[r][i] = low[r][i] = _mm512_setzero_si512();
         for (int t = first & ~3; t < last; t += 4) {
-            const int8_t* row = v + int64_t(t) * dim + c;
-            prefetch(next, c * 64 + t * 64, 256);
-            const __m512i v0 = _mm512_maskz_loadu_epi8(mask, row);
-            const __m512i v1 = _mm512_maskz_loadu_epi8(mask, row + dim);
-            const __m512i v2 = _mm512_maskz_loadu_epi8(mask, row + 2 * dim);
-            const __m512i v3 = _mm512_maskz_loadu_epi8(mask, row + 3 * dim);
+            const uint8_t* codes = v + int64_t(t) * row;
+            next.step((c + t) / 4, fetches);
+            const __m512i v0 = load_codes<BITS>(codes, dim, c, mask);
+            const __m512i v1 = load_codes<BITS>(codes + row, dim, c, mask);
+            const __m512i v2 = load_codes<BITS>(codes + 2 * row, dim, c, mask);
+            const __m512i v3 = load_codes<BITS>(codes + 3 * row, dim, c, mask);
             const __m512i a = _mm512_unpacklo_epi8(v0, v1), b = _mm512_unpackhi_epi8(v0, v1);
             const __m512i e = _mm512_unpacklo_epi8(v2, v3), f = _mm512_unpackhi_epi8(v2, v3);
-            const __m512i x[4] = {_mm512_unpacklo_epi16(a, e), _mm512_unpackhi_epi16(a, e),
-                                  _mm512_unpacklo_epi16(b, f), _mm512_unpackhi_epi16(b, f)};
+            const __m512i x[4] = {unpack_codes<BITS>(_mm512_unpacklo_epi16(a, e), dim, c),
+                                  unpack_codes<BITS>(_mm512_unpackhi_epi16(a, e), dim, c),
+                                  unpack_codes<BITS>(_mm512_unpacklo_epi16(b, f), dim, c),
+                                  unpack_codes<BITS>(_mm512_unpackhi_epi16(b, f), dim, c)};
             for (int r = 0; r < ROWS; ++r) {
                 int32_t h, l;
                 std::memcpy(&h, weights[r].high + t, 4);

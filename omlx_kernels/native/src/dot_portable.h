@@ -1,4 +1,4 @@
-// Integer dots of 8-bit tiles as plain loops, which compilers turn into 16-bit multiply-adds.
+// Integer dots of tiles of bytes as plain loops, which compilers turn into 16-bit multiply-adds.
 #pragma once
 #include "vec.h"
 
@@ -19,8 +19,12 @@ struct WeightCodes {  // 0 <= code <= 32767
     }
 };
 
-inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, const void* next) {
+// Whether k_scores and v_values read 4-bit codes as they are stored.
+inline bool reads_packed(int) { return false; }
+
+template <int BITS>
+inline void k_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
+                      float* scores, Fetch) {
     for (int t = 0; t < 64; ++t) {
         const uint8_t* row = k + int64_t(t) * dim;
         int32_t sum = 0;
@@ -29,19 +33,20 @@ inline void k8_scores(const uint8_t* k, int dim, QueryCodes q, float step, float
     }
 }
 
-// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c]
-template <int ROWS>
-inline void v8_values(const int8_t* v, int dim, int first, int last, const WeightCodes* weights,
-                      const float* step, float* acc, int64_t acc_stride, const void* next) {
+// acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c] for channels begin .. end-1 of rows of dim.
+template <int BITS, int ROWS>
+inline void v_values(const uint8_t* v, int dim, int begin, int end, int first, int last,
+                     const WeightCodes* weights, const float* step, float* acc,
+                     int64_t acc_stride, Fetch) {
     constexpr int CHUNK = 32;
-    for (int c = 0; c < dim; c += CHUNK) {
-        const int n = dim - c < CHUNK ? dim - c : CHUNK;
+    for (int c = begin; c < end; c += CHUNK) {
+        const int n = end - c < CHUNK ? end - c : CHUNK;
         int32_t sum[ROWS][CHUNK] = {};
         for (int t = first; t < last; ++t) {
-            const int8_t* row = v + int64_t(t) * dim + c;
+            const int8_t* codes = reinterpret_cast<const int8_t*>(v) + int64_t(t) * dim + c;
             for (int r = 0; r < ROWS; ++r) {
                 const int32_t w = weights[r].codes[t];
-                for (int i = 0; i < n; ++i) sum[r][i] += w * row[i];
+                for (int i = 0; i < n; ++i) sum[r][i] += w * codes[i];
             }
         }
         for (int r = 0; r < ROWS; ++r)

@@ -9,13 +9,13 @@ namespace {
 
 void gather(const GatherArgs& a) {
     const Blocks& b = a.blocks;
-    const int64_t limits[] = {b.num_sinks, b.num_hot, b.num_k8v8};
     int64_t tokens = 0;
     for (int64_t i = 0; i < a.num_pieces; ++i) {
         const int32_t tier = a.tiers[i], first = a.firsts[i], count = a.counts[i];
         const int64_t size = tier == SINK ? b.sink_tokens : b.block_size;
-        if (tier < SINK || tier > K8V8 || a.ids[i] < 0 || a.ids[i] >= limits[tier] || first < 0 ||
-            count < 0 || int64_t{first} + count > size)
+        if (tier < SINK || tier >= TIERS || a.ids[i] < 0 ||
+            a.ids[i] >= b.tiers[tier].num_blocks || first < 0 || count < 0 ||
+            int64_t{first} + count > size)
             fail("paged_attention: block_table must list stored blocks, got tokens %d .. %lld of "
                  "block %d of tier %d", first, (long long)first + count, a.ids[i], tier);
         tokens += count;

@@ -14,11 +14,19 @@ static inline int64_t round_up(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
+// Which tokens of a piece a query sees, of those that are not after it.
+enum class Sees : int32_t {
+    WINDOW,
+    ALL,
+    OUTSIDE,  // sink tokens outside the window, scored with sink_q
+};
+
 // A stored stretch of a sequence that some query sees: a sink page or one block.
 struct Piece {
     Tier tier;
     int32_t id;
     int32_t count;  // tokens stored
+    Sees sees;
     int64_t start;  // position of the first
 };
 
@@ -51,8 +59,13 @@ struct Kernels {
                    float* scratch);
     // Merge partial results (into the first) and write the rows' outputs.
     void (*finish)(const AttentionArgs&, const Rows&, float* partials, int64_t num_partials);
+    // Write a row of dim values, `stride` elements apart, rotated; `buffer` holds round_up(dim, 64).
+    void (*rotate)(const char* from, int64_t stride, char* to, int64_t dim, int64_t dtype,
+                   float* buffer);
+    // Floats of scratch that convert needs.
+    int64_t (*convert_floats)(int64_t head_dim);
     // Quantize one head of one block.
-    void (*convert)(const ConvertArgs&, int64_t index, int64_t head);
+    void (*convert)(const ConvertArgs&, int64_t index, int64_t head, float* scratch);
     // Write tokens [first, first + count) of one head of a block as model-dtype K and V rows.
     void (*gather)(const Blocks&, Tier, int64_t id, int64_t head, int64_t first, int64_t count,
                    char* k, char* v);

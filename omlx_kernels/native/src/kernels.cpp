@@ -1,5 +1,6 @@
 // Compiled once for every instruction set, with OMLX_AVX512, OMLX_AVX2 or neither defined.
 #include "attend.h"
+#include "gather.h"
 #include "merge.h"
 #include "quantize.h"
 
@@ -26,8 +27,17 @@ void finish(const AttentionArgs& a, const Rows& rows, float* partials, int64_t n
              [&](auto x) { finish_typed<decltype(x)>(a, rows, partials, num_partials); });
 }
 
-void convert(const ConvertArgs& a, int64_t index, int64_t head) {
-    by_dtype(a.dtype, [&](auto x) { convert_typed<decltype(x)>(a, index, head); });
+void rotate(const char* from, int64_t stride, char* to, int64_t dim, int64_t dtype,
+            float* buffer) {
+    by_dtype(dtype, [&](auto x) {
+        using T = decltype(x);
+        rotate_typed(reinterpret_cast<const T*>(from), stride, reinterpret_cast<T*>(to),
+                     static_cast<int>(dim), buffer);
+    });
+}
+
+void convert(const ConvertArgs& a, int64_t index, int64_t head, float* scratch) {
+    by_dtype(a.dtype, [&](auto x) { convert_typed<decltype(x)>(a, index, head, scratch); });
 }
 
 void gather(const Blocks& b, Tier tier, int64_t id, int64_t head, int64_t first, int64_t count,
@@ -47,9 +57,9 @@ void merge(const MergeArgs& a, int64_t head) {
 
 namespace omlx {
 
-#define OMLX_KERNELS(isa) \
-    extern const Kernels kernels_##isa{#isa,    Scratch::floats, attend, finish, \
-                                       convert, gather,          merge}
+#define OMLX_KERNELS(isa)                                                               \
+    extern const Kernels kernels_##isa{#isa,           Scratch::floats, attend, finish, rotate, \
+                                       convert_floats, convert,         gather, merge}
 #if defined(OMLX_AVX512)
 OMLX_KERNELS(avx512);
 #elif defined(OMLX_AVX2)

@@ -1,8 +1,8 @@
 // Merging parts of a softmax: sums and accumulators weighted by e^(max - largest max), or finished
 // outputs weighted by e^(lse - total lse).
 #pragma once
+#include "hadamard.h"
 #include "isa.h"
-#include "vec.h"
 
 namespace {
 
@@ -15,15 +15,16 @@ inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partia
     const int dim = static_cast<int>(a.blocks.head_dim);
     const int64_t stride = round_up(dim, 64), group = a.num_q_heads / a.blocks.kv_heads;
     for (int64_t r = 0; r < rows.count; ++r) {
-        float top = -INF, sum = 0.0f;
+        const int64_t row = rows.first + r, head = rows.kv_head * group + row % group;
+        const float learned = a.sink_logits ? a.sink_logits[head] : -INF;
+        float top = learned;
         for (int64_t i = 0; i < num_partials; ++i) {
             const float m = partial_at(partials, i, rows.count, stride).max[r];
             top = m > top ? m : top;
         }
-        const int64_t row = rows.first + r;
         T* out = reinterpret_cast<T*>(a.out) +
-                 ((rows.first_token + row / group) * a.num_q_heads + rows.kv_head * group +
-                  row % group) * dim;
+                 ((rows.first_token + row / group) * a.num_q_heads + head) * dim;
+        float sum = learned == -INF ? 0.0f : exp(learned - top);
         float* merged = partials + r * stride;  // the first partial's acc
         for (int64_t i = 0; i < num_partials; ++i) {
             const Partial p = partial_at(partials, i, rows.count, stride);
@@ -35,7 +36,8 @@ inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partia
                 store(merged + c, i ? load(merged + c) + x : x);
             }
         }
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (a.rotated_v) inverse *= rotate_unscaled(merged, dim);
         for (int c = 0; c < dim; c += W)
             store_row(out, load(merged + c) * splat(inverse), c, dim);
     }

@@ -59,15 +59,15 @@ void check(const AttentionArgs& a) {
             fail("paged_attention: seq_lens[%lld] must be at least the sequence's %lld queries, "
                  "got %lld",
                  (long long)s, (long long)(last - first), (long long)length);
-        if (b.sink_tokens && length && uint64_t(a.sink_pages[s]) >= uint64_t(b.num_sinks))
+        if (b.sink_tokens && length && uint64_t(a.sink_pages[s]) >= uint64_t(b.tiers[SINK].num_blocks))
             fail("paged_attention: sink_pages[%lld] must be in [0, %lld), got %d", (long long)s,
-                 (long long)b.num_sinks, a.sink_pages[s]);
+                 (long long)b.tiers[SINK].num_blocks, a.sink_pages[s]);
         const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
         for (int i = 0; i < BLOCK_TIERS; ++i) {
             if (bounds[i] < 0 || bounds[i + 1] < bounds[i] || bounds[i + 1] > a.table_width)
                 fail("paged_attention: tier_starts[%lld] must rise within [0, %lld], got %d .. %d",
                      (long long)s, (long long)a.table_width, bounds[i], bounds[i + 1]);
-            const int64_t limit = i ? b.num_k8v8 : b.num_hot;
+            const int64_t limit = b.tiers[HOT + i].num_blocks;
             for (int64_t e = bounds[i]; e < bounds[i + 1]; ++e) {
                 const int32_t id = a.block_table[s * a.table_width + e];
                 if (id < 0 || id >= limit)
@@ -84,17 +84,25 @@ void list_pieces(const AttentionArgs& a, int64_t s, int64_t oldest_query,
     const Blocks& b = a.blocks;
     const int64_t length = a.seq_lens[s];
     const int64_t lowest = a.window ? oldest_query - a.window + 1 : INT64_MIN;
-    auto add = [&](Tier tier, int32_t id, int64_t start, int64_t size, bool always) {
+    auto add = [&](Tier tier, int32_t id, int64_t start, int64_t size, Sees sees) {
         const int64_t count = std::min(size, length - start);
-        if (count > 0 && (always || start + count > lowest))
-            pieces.push_back({tier, id, static_cast<int32_t>(count), start});
+        if (count > 0 && (sees != Sees::WINDOW || start + count > lowest))
+            pieces.push_back({tier, id, static_cast<int32_t>(count), sees, start});
     };
-    if (b.sink_tokens && length) add(SINK, a.sink_pages[s], 0, b.sink_tokens, a.keep_sinks);
+    if (b.sink_tokens && length) {
+        // With a query of their own the sinks are two pieces: inside and outside the window.
+        const bool split = a.window && a.keep_sinks && a.sink_q;
+        add(SINK, a.sink_pages[s], 0, b.sink_tokens,
+            a.keep_sinks && !split ? Sees::ALL : Sees::WINDOW);
+        if (split && length > a.window)
+            add(SINK, a.sink_pages[s], 0, b.sink_tokens, Sees::OUTSIDE);
+    }
     const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
     for (int i = 0; i < BLOCK_TIERS; ++i)
         for (int64_t e = bounds[i]; e < bounds[i + 1]; ++e) {
             const int64_t entry = s * a.table_width + e;
-            add(Tier(HOT + i), a.block_table[entry], a.block_starts[entry], b.block_size, false);
+            add(Tier(HOT + i), a.block_table[entry], a.block_starts[entry], b.block_size,
+                Sees::WINDOW);
         }
 }
 
@@ -140,8 +148,9 @@ void attention(const AttentionArgs& a) {
         list_pieces(a, s, position, pieces);
         const int64_t count = pieces.size() - begin;
         for (int64_t i = begin; i < begin + count; ++i) {
-            const int64_t element = pieces[i].tier == K8V8 ? 1 : element_size(b.dtype);
-            bytes += 2 * pieces[i].count * b.head_dim * b.kv_heads * element;
+            const int64_t codes = k_bits(pieces[i].tier) + v_bits(pieces[i].tier);
+            const int64_t bits = codes ? codes : 16 * element_size(b.dtype);
+            bytes += pieces[i].count * b.head_dim * b.kv_heads * bits / 8;
         }
         const int64_t parts = std::max<int64_t>(1, std::min(max_parts, count));
         for (int64_t head = 0; head < b.kv_heads; ++head)

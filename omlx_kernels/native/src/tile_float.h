@@ -1,6 +1,6 @@
 // Scores and values of a tile that is stored in the model's dtype (hot blocks and sink pages).
 #pragma once
-#include "vec.h"
+#include "softmax.h"
 
 namespace {
 
@@ -68,9 +68,6 @@ inline void float_values_of(const T* v, int dim, int first, int last, const floa
 }
 
 // Call body(r, integral_constant of n) for rows r .. r+n-1, n <= 4, until `rows` are done.
-template <int N>
-struct Count { static constexpr int value = N; };
-
 template <class F>
 inline void by_rows(int64_t rows, F&& body) {
     int64_t r = 0;
@@ -81,6 +78,23 @@ inline void by_rows(int64_t rows, F&& body) {
         case 1: return body(r, Count<1>{});
         default: return;
     }
+}
+
+// `q`: the rows' queries, s.q or s.sink_q.
+template <class T>
+inline void float_tile(const T* k, const T* v, int dim, const float* q, Span seen,
+                       const Span* spans, int64_t num_rows, const Scratch& s, Partial out) {
+    by_rows(num_rows, [&](int64_t r, auto n) {
+        float_scores_of<decltype(n)::value>(k, dim, seen.first, seen.last, q + r * s.stride,
+                                            s.stride, s.scores + r * TILE, TILE);
+    });
+    softmax_rows(spans, num_rows, s, out);
+    by_rows(num_rows, [&](int64_t r, auto n) {
+        constexpr int ROWS = decltype(n)::value;
+        float_values_of<ROWS, ROWS == 1 ? 8 : 4>(v, dim, seen.first, seen.last,
+                                                 s.scores + r * TILE, TILE,
+                                                 out.acc + r * s.stride, s.stride);
+    });
 }
 
 }  // namespace

@@ -5,48 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
+
 #if defined(OMLX_AVX512) || defined(OMLX_AVX2)
 #include <immintrin.h>
 #endif
 
 namespace {
-
-// What a uint16_t element stands for.
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
-
-constexpr float INF = __builtin_inff();
-
-inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-
-inline float to_float(f16 h) {
-    const uint32_t sign = (h.bits & 0x8000u) << 16, exponent = h.bits >> 10 & 31;
-    const uint32_t mantissa = h.bits & 0x3ff;
-    if (exponent == 0) {  // zero and subnormals: mantissa * 2^-24
-        const float x = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -x : x;
-    }
-    if (exponent == 31) return as_float(sign | 0x7f800000u | mantissa << 13);
-    return as_float(sign | (exponent + 112) << 23 | mantissa << 13);
-}
-
-// Round to nearest, ties to even.
-inline f16 to_half(float x) {
-    const uint32_t sign = as_bits(x) >> 16 & 0x8000u;
-    uint32_t u = as_bits(x) & 0x7fffffffu;
-    if (u > 0x7f800000u) u = 0x7e00;  // NaN
-    else if (u >= 0x47800000u) u = 0x7c00;  // 65536 and more, infinity
-    else if (u < 0x38800000u) u = as_bits(as_float(u) + 0.5f) - 0x3f000000u;  // subnormal
-    else u = (u - (112u << 23) + 0xfffu + (u >> 13 & 1)) >> 13;
-    return {static_cast<uint16_t>(sign | u)};
-}
-
-inline bf16 to_bf16(float x) {
-    const uint32_t u = as_bits(x);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(u >> 16 | 0x40)};
-    return {static_cast<uint16_t>((u + 0x7fffu + (u >> 16 & 1)) >> 16)};
-}
 
 #if defined(OMLX_AVX512)
 
@@ -109,6 +74,19 @@ inline void reduce_add4(vf a, vf b, vf c, vf d, float* out) {
     const vf s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
+// Elements 0, 2, 4, ...; the one after the last of them is not read.
+inline vf load_every_other(const f16* p) {
+    const __m512i x = _mm512_mask_loadu_epi16(_mm512_setzero_si512(), 0x55555555u, p);
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x));
+}
+// Every lane from the one that is H lanes away: i ^ H.
+template <int H>
+inline vf swap_lanes(vf x) {
+    if constexpr (H == 1) return _mm512_permute_ps(x, 0xb1);
+    else if constexpr (H == 2) return _mm512_permute_ps(x, 0x4e);
+    else if constexpr (H == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+    else return _mm512_shuffle_f32x4(x, x, 0x4e);
 }
 
 #elif defined(OMLX_AVX2)
@@ -187,6 +165,17 @@ inline float reduce_max(vf a) {
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
+inline vf load_every_other(const f16* p) {
+    uint16_t bits[W];
+    for (int i = 0; i < W; ++i) bits[i] = p[2 * i].bits;
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits)));
+}
+template <int H>
+inline vf swap_lanes(vf x) {
+    if constexpr (H == 1) return _mm256_permute_ps(x, 0xb1);
+    else if constexpr (H == 2) return _mm256_permute_ps(x, 0x4e);
+    else return _mm256_permute2f128_ps(x, x, 1);
+}
 
 #else  // portable: vectors of the compiler (SSE2, NEON, ...)
 
@@ -239,6 +228,13 @@ inline float reduce_max(vf a) {
 inline void reduce_add4(vf a, vf b, vf c, vf d, float* out) {
     out[0] = reduce_add(a), out[1] = reduce_add(b), out[2] = reduce_add(c), out[3] = reduce_add(d);
 }
+inline vf load_every_other(const f16* p) {
+    return vf{to_float(p[0]), to_float(p[2]), to_float(p[4]), to_float(p[6])};
+}
+template <int H>
+inline vf swap_lanes(vf x) {
+    return H == 1 ? vf{x[1], x[0], x[3], x[2]} : vf{x[2], x[3], x[0], x[1]};
+}
 
 #endif
 
@@ -248,6 +244,16 @@ inline void prefetch(const void* base, int offset, int bytes) {
     const char* p = static_cast<const char*>(base) + offset;
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
+
+// Something of 64 rows that is needed soon, fetched in equal steps while other work runs.
+struct Fetch {
+    const void* base;
+    int row_bytes;
+    void step(int index, int steps) const {
+        const int bytes = 64 * row_bytes / steps;
+        prefetch(base, index * bytes, bytes);
+    }
+};
 
 // The first n < W elements, zeros after them.
 template <class T>
