@@ -12,6 +12,7 @@ import torch
 from strategies import Case
 
 from omlx_kernels import reference
+from omlx_kernels.quantization import hadamard
 
 
 def oracle(case: Case, **kwargs) -> torch.Tensor:
@@ -20,7 +21,15 @@ def oracle(case: Case, **kwargs) -> torch.Tensor:
 
 
 def plain(
-    case: Case, *, sm_scale: float, window_size: int | None = None, keep_sinks: bool = True
+    case: Case,
+    *,
+    sm_scale: float,
+    window_size: int | None = None,
+    keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention as plain PyTorch computes it in the model's dtype."""
     q, meta, blocks = case.q, case.meta, case.blocks
@@ -31,13 +40,24 @@ def plain(
         length = int(meta.seq_lens[seq])
         distance = torch.arange(length - (last - first), length)[:, None] - key_pos
         visible = distance >= 0
+        is_sink = key_pos < blocks.sink_tokens
         if window_size is not None:
-            visible &= (distance < window_size) | ((key_pos < blocks.sink_tokens) & keep_sinks)
+            visible &= (distance < window_size) | (is_sink & keep_sinks)
         group = q.shape[1] // keys.shape[0]
         for head in range(q.shape[1]):
             k, v = (x[head // group].to(q.dtype) for x in (keys, values))
-            scores = (q[first:last, head] @ k.T * sm_scale).masked_fill(~visible, float("-inf"))
-            out[first:last, head] = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+            scores = q[first:last, head] @ k.T * sm_scale
+            if sink_q is not None and window_size is not None:
+                capped = sink_q[first:last, head] @ k.T * sm_scale
+                scores = torch.where(is_sink & (distance >= window_size), capped, scores)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sink_logits is not None:
+                logit = sink_logits[head].to(scores).expand(len(scores), 1)
+                scores = torch.cat([scores, logit], 1)
+            probs = torch.softmax(scores, -1).nan_to_num(0.0)[:, : len(key_pos)]
+            out[first:last, head] = hadamard(probs @ v) if rotated_v else probs @ v
     return out
 
 
