@@ -7,6 +7,7 @@ dtype. Prints a table; exits with 1 when a check fails (`problems`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from compile_proof import SHARED_LIMIT, Report, inspect, recording
 
 import omlx_kernels.triton as kernels
-from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier
+from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, LayerBlocks, Tier
 from omlx_kernels.metadata import AttentionMetadata
 
 ARCHS = (80, 86, 89, 90, 100, 120, "gfx942")
@@ -45,12 +46,30 @@ class Workload:
         fmt = BlockFormat(self.block_size, self.sink_tokens, kv_heads, self.head_dim, dtype)
         blocks = LayerBlocks(*(fmt.allocate(tier, 2, "cpu") for tier in Tier))
         new = torch.zeros(512, kv_heads, self.head_dim, dtype=dtype)
-        kernels.append_kv(new, new, blocks.hot, torch.zeros(512, dtype=torch.int64))
+        slots = torch.zeros(512, dtype=torch.int64)
         ids = torch.zeros(1, dtype=torch.int32)
-        kernels.convert_blocks(blocks.hot, blocks.k8v8, ids, ids)
+        for rotated in (False, True):
+            kernels.append_kv(new, new, blocks.hot, slots, rotate_v=rotated)
+        for source, target in itertools.combinations(BLOCK_TIERS, 2):
+            kernels.convert_blocks(
+                blocks.tier(source), blocks.tier(target), source, target, ids, ids
+            )
         for query_len in (1, 512):
             q = torch.zeros(query_len, q_heads, self.head_dim, dtype=dtype)
-            kernels.paged_attention(q, blocks, tables(query_len), sm_scale=1.0, window_size=1024)
+            for options in ({}, self.all_options(q)):
+                kernels.paged_attention(
+                    q, blocks, tables(query_len), sm_scale=1.0, window_size=1024, **options
+                )
+
+    @staticmethod
+    def all_options(q: torch.Tensor) -> dict:
+        """Return everything that `paged_attention` may be asked for."""
+        return {
+            "rotated_v": True,
+            "sink_q": q.clone(),
+            "softcap": 50.0,
+            "sink_logits": torch.zeros(q.shape[1]),  # float32: `problems` looks for narrow loads
+        }
 
 
 def tables(query_len: int) -> AttentionMetadata:
@@ -62,7 +81,7 @@ def tables(query_len: int) -> AttentionMetadata:
     return AttentionMetadata(
         block_table=zeros(1, 40),
         block_starts=zeros(1, 40),
-        tier_starts=zeros(1, 3),
+        tier_starts=zeros(1, len(BLOCK_TIERS) + 1),
         sink_pages=zeros(1),
         seq_lens=zeros(1),
         query_start_loc=zeros(2),

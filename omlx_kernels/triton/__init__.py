@@ -22,9 +22,22 @@ def paged_attention(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode where no sequence has more than one query, else extend."""
     attend = paged_decode if meta.max_query_len == 1 else paged_extend
     return attend(
-        q, blocks, meta, sm_scale=sm_scale, window_size=window_size, keep_sinks=keep_sinks
+        q,
+        blocks,
+        meta,
+        sm_scale=sm_scale,
+        window_size=window_size,
+        keep_sinks=keep_sinks,
+        rotated_v=rotated_v,
+        sink_q=sink_q,
+        softcap=softcap,
+        sink_logits=sink_logits,
     )

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: dots, unpacking of codes, masks, the online softmax.
+"""What the Triton kernels share: dots, tiles, scores, masks, the online softmax.
 
 Under ``TRITON_INTERPRET=1`` bfloat16 arithmetic is silently wrong (values are kept as raw uint16)
 and a cast to it truncates, so every dot goes through `dot` and every cast to a narrower float
@@ -13,19 +13,17 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
 
 from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
 
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
-PERMUTE_BYTES = tl.constexpr(
-    "prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;"
-)
-"""PTX: two 16-bit words in, the low bytes and the high bytes out, each below a byte 0x64."""
 TIER_HOT = tl.constexpr(int(Tier.HOT))
 TIER_K8V8 = tl.constexpr(int(Tier.K8V8))
+TIER_K8V4 = tl.constexpr(int(Tier.K8V4))
+TIER_K4V4 = tl.constexpr(int(Tier.K4V4))
+TIERS = tl.constexpr(len(BLOCK_TIERS))
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -54,8 +52,8 @@ def current_target() -> tuple[str, int | str]:
 
 @cache
 def block_d(head_dim: int) -> int:
-    """Return the channels of a tile: head_dim padded to a power of two that a dot accepts."""
-    return max(32, triton.next_power_of_2(head_dim))
+    """Return the columns of a tile: a power of two whose quarters (`codes`) a dot accepts."""
+    return max(64, triton.next_power_of_2(head_dim))
 
 
 @cache
@@ -67,6 +65,13 @@ def block_sink(sink_tokens: int) -> int:
 def tier_pointers(blocks: LayerBlocks) -> list[tuple[torch.Tensor, ...]]:
     """Return the tensors of SINK and of each of `BLOCK_TIERS`, in the order of `TierBlocks`."""
     return [tuple(blocks.tier(t).tensors().values()) for t in (Tier.SINK, *BLOCK_TIERS)]
+
+
+def score_factors(sm_scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """Return the arguments of `scale_scores`."""
+    if softcap is None:
+        return sm_scale * LOG2_E.value, None
+    return 2 * sm_scale * LOG2_E.value / softcap, softcap * LOG2_E.value
 
 
 @triton.jit
@@ -88,57 +93,38 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def tile_mask(rows, offs_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mask of a [rows, channels] tile; whole channels cost no comparison."""
-    return rows[:, None] if HEAD_DIM == BLOCK_D else rows[:, None] & (offs_d < HEAD_DIM)[None, :]
+def channels(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the channel that each column of a tile holds; `tile_mask` says which columns do.
 
-
-@triton.jit
-def _bytes_to_1024(bits):
-    """Split uint16 words into two float16, 1024 + the low byte and 1024 + the high byte.
-
-    The float16 with the bits ``0x6400 | byte`` is 1024 + byte, exactly, so a byte permutation
-    (`PERMUTE_BYTES`, one instruction for two words) replaces every conversion.
+    A head_dim that is no power of two is padded half by half, as 4-bit codes store it (80 in a tile
+    of 128: 40 channels, 24 columns of padding, 40 channels, 24 columns of padding).
     """
-    if not INTERPRET and is_cuda():
-        low, high = tl.inline_asm_elementwise(
-            PERMUTE_BYTES, "=r,=r,r", [bits], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    else:
-        low = ((bits & 0xFF) | 0x6400).to(tl.float16, bitcast=True)
-        high = ((bits >> 8) | 0x6400).to(tl.float16, bitcast=True)
-    return low, high
+    HALF: tl.constexpr = BLOCK_D // 2
+    column = tl.arange(0, BLOCK_D)
+    return column if HEAD_DIM == BLOCK_D else column % HALF + column // HALF * (HEAD_DIM // 2)
 
 
 @triton.jit
-def unpack_u8(words, DTYPE: tl.constexpr):
-    """Split int16 words of two uint8 codes into the low and the high ones (even, odd channels)."""
-    bits = words.to(tl.uint16, bitcast=True)
-    if tl.float16 == DTYPE:
-        low, high = _bytes_to_1024(bits)
-        low, high = low - 1024.0, high - 1024.0
-    else:
-        low, high = (bits & 0xFF).to(DTYPE), (bits >> 8).to(DTYPE)
-    return low, high
+def tile_mask(rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask of a [rows, channels] tile; whole channels cost no comparison."""
+    mask = rows[:, None]
+    if HEAD_DIM != BLOCK_D:
+        is_channel = tl.arange(0, BLOCK_D) % (BLOCK_D // 2) < HEAD_DIM // 2
+        mask = mask & is_channel[None, :]
+    return mask
 
 
 @triton.jit
-def unpack_s8(words, DTYPE: tl.constexpr):
-    """Split int16 words of two int8 codes into the low and the high ones (even, odd channels)."""
-    if tl.float16 == DTYPE:
-        low, high = _bytes_to_1024(words.to(tl.uint16, bitcast=True) ^ 0x8080)  # code + 128
-        low, high = low - 1152.0, high - 1152.0
-    else:
-        low, high = ((words << 8) >> 8).to(DTYPE), (words >> 8).to(DTYPE)
-    return low, high
+def scale_scores(dots, score_scale, softcap):
+    """Turn dots into base-2 scores, ``softcap * tanh(score / softcap)`` where there is a cap.
 
-
-@triton.jit
-def unpack_halves(words, DTYPE: tl.constexpr):
-    """Split int32 words of two float16 into the low and the high ones (even, odd channels)."""
-    low = words.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return low.to(DTYPE), high.to(DTYPE)
+    ``softcap`` is None, or the cap times log2(e); ``score_scale`` then makes 2**dots the
+    exp(2 * score / softcap) that tanh is computed from (`score_factors`).
+    """
+    scaled = dots * score_scale
+    if softcap is not None:
+        scaled = softcap - 2.0 * softcap / (tl.exp2(scaled) + 1.0)
+    return scaled
 
 
 @triton.jit

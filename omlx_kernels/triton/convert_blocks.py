@@ -1,9 +1,12 @@
-"""Quantize full hot blocks into K8V8 blocks, exactly as `omlx_kernels.quantization` does.
+"""Turn blocks of one tier into blocks of a colder one, exactly as `omlx_kernels.quantization` does.
 
-Grid: (blocks, kv heads, groups of 64 tokens). Moves: a hot block is read once, a K8V8 block written
-once. The arithmetic is torch's, operation by operation: IEEE division, no fused multiply-add
-(`enable_fp_fusion=False`: triton 3.10 flips the default), rounding to nearest even.
-Contract: `omlx_kernels.ops.convert_blocks`.
+Grid: (blocks, kv heads, groups of 64 tokens). Moves: a block is read once, the colder one written
+once. Keys or values whose format stays are copied bit for bit. The arithmetic is torch's, operation
+by operation: IEEE division, no fused multiply-add (`enable_fp_fusion=False`: triton 3.10 flips the
+default), rounding to nearest even.
+
+A program holds its keys, then its values, as two tiles of half the channels each, because a byte of
+4-bit codes holds one of each half. Contract: `omlx_kernels.ops.convert_blocks`.
 """
 
 from __future__ import annotations
@@ -13,21 +16,15 @@ import triton
 import triton.language as tl
 
 from omlx_kernels.launch import convert_config
-from omlx_kernels.layout import QUANT_GROUP, TierBlocks
+from omlx_kernels.layout import QUANT_GROUP, Tier, TierBlocks
 from omlx_kernels.quantization import FLOAT16_MAX, RANGE_SLACK, TINY
-from omlx_kernels.triton.common import block_d, tile_mask
+from omlx_kernels.triton.common import block_d
 
 _SLACK = tl.constexpr(RANGE_SLACK)
 _TINY = tl.constexpr(TINY)
 _HALF_MAX = tl.constexpr(FLOAT16_MAX)
-_K_STEP = tl.constexpr((1 + RANGE_SLACK) / 255)
-_V_STEP = tl.constexpr((1 + RANGE_SLACK) / 127)
-
-
-@triton.jit
-def _round_half_even(x):
-    """Round float32 below 2**22 to an integer: adding 1.5 * 2**23 leaves no fraction bits."""
-    return (x + 12582912.0) - 12582912.0
+_STEP_UP = tl.constexpr(1 + RANGE_SLACK)
+_GROUP = tl.constexpr(QUANT_GROUP)
 
 
 @triton.jit
@@ -36,78 +33,184 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _convert_k8v8_kernel(
-    hot_k_ptr,
-    hot_v_ptr,
-    k_ptr,
-    k_scale_ptr,
-    k_zero_ptr,
-    v_ptr,
-    v_scale_ptr,
+def _codes(x, scale, low: tl.constexpr, high: tl.constexpr):
+    """Return x / scale, clamped and rounded half to even, as float32."""
+    codes = _clamp(tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32), x.shape)), low, high)
+    return (codes + 12582912.0) - 12582912.0  # 1.5 * 2**23 leaves no fraction bits
+
+
+@triton.jit
+def _asymmetric(low, high, LEVELS: tl.constexpr):
+    """Return the float16 (scale, zero) with which codes 0 .. LEVELS reach from low to high."""
+    zero = _clamp(low - _SLACK * tl.abs(low) - _TINY, -_HALF_MAX, _HALF_MAX).to(tl.float16)
+    STEP: tl.constexpr = _STEP_UP / LEVELS
+    scale = tl.minimum((high - zero.to(tl.float32)) * STEP + _TINY, _HALF_MAX).to(tl.float16)
+    return scale, zero
+
+
+@triton.jit
+def _copy_run(src_ptr, dst_ptr, src_run, dst_run, LENGTH: tl.constexpr):
+    """Copy run ``src_run`` of ``LENGTH`` elements to run ``dst_run``, bit for bit."""
+    for first in tl.static_range(0, LENGTH, 1024):
+        offs = first + tl.arange(0, 1024)
+        x = tl.load(src_ptr + src_run * LENGTH + offs, mask=offs < LENGTH)
+        tl.store(dst_ptr + dst_run * LENGTH + offs, x, mask=offs < LENGTH)
+
+
+@triton.jit
+def _convert_k(
+    src, dst, src_run, dst_run, SRC_BITS: tl.constexpr, DST_BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Convert the keys of a group of tokens; scales are found per channel."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    offs_n = tl.arange(0, _GROUP)[:, None]
+    offs_h = tl.arange(0, BLOCK_H)
+    mask = (offs_n < _GROUP) & (offs_h < HALF)[None, :]
+    packed = tl.zeros([_GROUP, BLOCK_H], tl.uint8)
+    for half in tl.static_range(2):
+        channel = half * HALF + offs_h
+        inner = offs_n * HEAD_DIM + channel[None, :]
+        k = tl.load(src[0] + src_run * (_GROUP * HEAD_DIM) + inner, mask=mask, other=0)
+        k = k.to(tl.float32)
+        if SRC_BITS == 8:
+            scales = src_run * HEAD_DIM + channel
+            scale = tl.load(src[2] + scales, mask=offs_h < HALF, other=0.0).to(tl.float32)
+            zero = tl.load(src[3] + scales, mask=offs_h < HALF, other=0.0).to(tl.float32)
+            k = k * scale[None, :] + zero[None, :]
+        scale, zero = _asymmetric(tl.min(k, 0), tl.max(k, 0), 2**DST_BITS - 1)
+        codes = _codes(k - zero.to(tl.float32)[None, :], scale[None, :], 0.0, 2.0**DST_BITS - 1)
+        if DST_BITS == 8:
+            rows = dst_run * (_GROUP * HEAD_DIM) + inner
+            tl.store(dst[0] + rows, codes.to(tl.uint8), mask=mask)
+        else:
+            packed = packed | (codes.to(tl.uint8) << (4 * half))
+        scales = dst_run * HEAD_DIM + channel
+        tl.store(dst[2] + scales, scale, mask=offs_h < HALF)
+        tl.store(dst[3] + scales, zero, mask=offs_h < HALF)
+    if DST_BITS == 4:
+        rows = dst_run * (_GROUP * HALF) + offs_n * HALF + offs_h[None, :]
+        tl.store(dst[0] + rows, packed, mask=mask)
+
+
+@triton.jit
+def _convert_v(
+    src, dst, src_run, dst_run, SRC_BITS: tl.constexpr, DST_BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Convert the values of a group of tokens; scales are found per token."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    offs_n = tl.arange(0, _GROUP)
+    offs_h = tl.arange(0, BLOCK_H)
+    mask = (offs_n < _GROUP)[:, None] & (offs_h < HALF)[None, :]
+    inner = offs_n[:, None] * HEAD_DIM + offs_h[None, :]
+    src_ptr = src[1] + src_run * (_GROUP * HEAD_DIM) + inner
+    low = tl.load(src_ptr, mask=mask, other=0).to(tl.float32)
+    high = tl.load(src_ptr + HALF, mask=mask, other=0).to(tl.float32)
+    if SRC_BITS == 8:
+        scale = tl.load(src[4] + src_run * _GROUP + offs_n).to(tl.float32)[:, None]
+        low, high = low * scale, high * scale
+    if DST_BITS == 8:
+        largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        STEP: tl.constexpr = _STEP_UP / 127
+        scale = tl.minimum(largest * STEP + _TINY, _HALF_MAX).to(tl.float16)
+        dst_ptr = dst[1] + dst_run * (_GROUP * HEAD_DIM) + inner
+        codes = _codes(low, scale[:, None], -127.0, 127.0).to(tl.int8)
+        tl.store(dst_ptr, codes, mask=mask)
+        codes = _codes(high, scale[:, None], -127.0, 127.0).to(tl.int8)
+        tl.store(dst_ptr + HALF, codes, mask=mask)
+        tl.store(dst[4] + dst_run * _GROUP + offs_n, scale)
+    else:
+        GROUPS: tl.constexpr = (HEAD_DIM + _GROUP - 1) // _GROUP
+        low_scale, low_zero = tl.zeros_like(low) + 1.0, tl.zeros_like(low)
+        high_scale, high_zero = low_scale, low_zero
+        for group in tl.static_range(GROUPS):
+            in_low = mask & (offs_h // _GROUP == group)[None, :]
+            in_high = mask & ((offs_h + HALF) // _GROUP == group)[None, :]
+            smallest = tl.minimum(
+                tl.min(tl.where(in_low, low, float("inf")), 1),
+                tl.min(tl.where(in_high, high, float("inf")), 1),
+            )
+            largest = tl.maximum(
+                tl.max(tl.where(in_low, low, float("-inf")), 1),
+                tl.max(tl.where(in_high, high, float("-inf")), 1),
+            )
+            scale, zero = _asymmetric(smallest, largest, 15)
+            scales = (dst_run * _GROUP + offs_n) * GROUPS + group
+            tl.store(dst[4] + scales, scale)
+            tl.store(dst[5] + scales, zero)
+            scale, zero = scale.to(tl.float32)[:, None], zero.to(tl.float32)[:, None]
+            low_scale = tl.where(in_low, scale, low_scale)
+            low_zero = tl.where(in_low, zero, low_zero)
+            high_scale = tl.where(in_high, scale, high_scale)
+            high_zero = tl.where(in_high, zero, high_zero)
+        low = _codes(low - low_zero, low_scale, 0.0, 15.0).to(tl.uint8)
+        high = _codes(high - high_zero, high_scale, 0.0, 15.0).to(tl.uint8)
+        rows = dst_run * (_GROUP * HALF) + offs_n[:, None] * HALF + offs_h[None, :]
+        tl.store(dst[1] + rows, low | (high << 4), mask=mask)
+
+
+@triton.jit
+def _convert_blocks_kernel(
+    src,
+    dst,
     src_ids_ptr,
     dst_ids_ptr,
+    SRC_K_BITS: tl.constexpr,
+    SRC_V_BITS: tl.constexpr,
+    DST_K_BITS: tl.constexpr,
+    DST_V_BITS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUANT_GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
-    head = tl.program_id(1)
-    group = tl.program_id(2)
-    src = tl.load(src_ids_ptr + tl.program_id(0)).to(tl.int64) * KV_HEADS + head
-    dst = tl.load(dst_ids_ptr + tl.program_id(0)).to(tl.int64) * KV_HEADS + head
-    offs_n = tl.arange(0, QUANT_GROUP)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = tile_mask(offs_n < QUANT_GROUP, offs_d, HEAD_DIM, BLOCK_D)
-    inner = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
-    src_row = src * BLOCK_SIZE + group * QUANT_GROUP
-    dst_row = dst * BLOCK_SIZE + group * QUANT_GROUP
-
-    # A padding channel reads 0: it has its own column of K, and is neutral for V's maximum.
-    k = tl.load(hot_k_ptr + src_row * HEAD_DIM + inner, mask=mask, other=0.0).to(tl.float32)
-    low, high = tl.min(k, 0), tl.max(k, 0)
-    zero = _clamp(low - _SLACK * tl.abs(low) - _TINY, -_HALF_MAX, _HALF_MAX).to(tl.float16)
-    zero32 = zero.to(tl.float32)
-    scale = tl.minimum((high - zero32) * _K_STEP + _TINY, _HALF_MAX).to(tl.float16)
-    codes = tl.div_rn(k - zero32[None, :], tl.broadcast_to(scale.to(tl.float32)[None, :], k.shape))
-    codes = _round_half_even(_clamp(codes, 0.0, 255.0)).to(tl.uint8)
-    tl.store(k_ptr + dst_row * HEAD_DIM + inner, codes, mask=mask)
-    scales = (dst * GROUPS + group) * HEAD_DIM + offs_d
-    tl.store(k_scale_ptr + scales, scale, mask=offs_d < HEAD_DIM)
-    tl.store(k_zero_ptr + scales, zero, mask=offs_d < HEAD_DIM)
-
-    v = tl.load(hot_v_ptr + src_row * HEAD_DIM + inner, mask=mask, other=0.0).to(tl.float32)
-    v_scale = tl.minimum(tl.max(tl.abs(v), 1) * _V_STEP + _TINY, _HALF_MAX).to(tl.float16)
-    codes = tl.div_rn(v, tl.broadcast_to(v_scale.to(tl.float32)[:, None], v.shape))
-    codes = _round_half_even(_clamp(codes, -127.0, 127.0)).to(tl.int8)
-    tl.store(v_ptr + dst_row * HEAD_DIM + inner, codes, mask=mask)
-    tl.store(v_scale_ptr + dst_row + offs_n, v_scale)  # whole groups only: always in bounds
+    # A *run* is what a (block, head, group of tokens) owns of a part: contiguous in every part.
+    src_block = tl.load(src_ids_ptr + tl.program_id(0)).to(tl.int64)
+    dst_block = tl.load(dst_ids_ptr + tl.program_id(0)).to(tl.int64)
+    src_run = (src_block * KV_HEADS + tl.program_id(1)) * GROUPS + tl.program_id(2)
+    dst_run = (dst_block * KV_HEADS + tl.program_id(1)) * GROUPS + tl.program_id(2)
+    if SRC_K_BITS == DST_K_BITS:
+        _copy_run(src[0], dst[0], src_run, dst_run, _GROUP * HEAD_DIM * DST_K_BITS // 8)
+        _copy_run(src[2], dst[2], src_run, dst_run, HEAD_DIM)
+        _copy_run(src[3], dst[3], src_run, dst_run, HEAD_DIM)
+    else:
+        _convert_k(src, dst, src_run, dst_run, SRC_K_BITS, DST_K_BITS, HEAD_DIM, BLOCK_H)
+    if SRC_V_BITS == DST_V_BITS:
+        V_GROUPS: tl.constexpr = (HEAD_DIM + _GROUP - 1) // _GROUP  # only 4-bit values are copied
+        _copy_run(src[1], dst[1], src_run, dst_run, _GROUP * HEAD_DIM // 2)
+        _copy_run(src[4], dst[4], src_run, dst_run, _GROUP * V_GROUPS)
+        _copy_run(src[5], dst[5], src_run, dst_run, _GROUP * V_GROUPS)
+    else:
+        _convert_v(src, dst, src_run, dst_run, SRC_V_BITS, DST_V_BITS, HEAD_DIM, BLOCK_H)
 
 
 def convert_blocks(
-    src: TierBlocks, dst: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
+    src: TierBlocks,
+    dst: TierBlocks,
+    src_tier: Tier,
+    dst_tier: Tier,
+    src_ids: torch.Tensor,
+    dst_ids: torch.Tensor,
 ) -> None:
-    """Quantize the listed blocks; see `omlx_kernels.ops.convert_blocks`."""
+    """Convert the listed blocks; see `omlx_kernels.ops.convert_blocks`."""
     _, heads, size, dim = src.k.shape
     tile_d = block_d(dim)
-    grid = (src_ids.shape[0], heads, size // QUANT_GROUP)
+    src_bits = src_tier.bits or (16, 16)
     with torch.cuda.device_of(src.k):
-        _convert_k8v8_kernel[grid](
-            src.k,
-            src.v,
-            dst.k,
-            dst.k_scale,
-            dst.k_zero,
-            dst.v,
-            dst.v_scale,
+        _convert_blocks_kernel[(src_ids.shape[0], heads, size // QUANT_GROUP)](
+            tuple(src.tensors().values()),
+            tuple(dst.tensors().values()),
             src_ids,
             dst_ids,
+            SRC_K_BITS=src_bits[0],
+            SRC_V_BITS=src_bits[1],
+            DST_K_BITS=dst_tier.bits[0],
+            DST_V_BITS=dst_tier.bits[1],
             KV_HEADS=heads,
-            BLOCK_SIZE=size,
+            GROUPS=size // QUANT_GROUP,
             HEAD_DIM=dim,
-            BLOCK_D=tile_d,
-            QUANT_GROUP=QUANT_GROUP,
+            BLOCK_H=tile_d // 2,
             num_warps=convert_config(tile_d).num_warps,
             enable_fp_fusion=False,
         )

@@ -8,7 +8,8 @@ Grid of the split kernel: (splits, kv heads, tiles of the query heads that share
 holds blocks of one tier (`AttentionMetadata.splits`), so a program branches once, then runs that
 tier's plain loop. Moves: each visible key and value of the split once for all query heads of the
 group, plus 4 * (head_dim + 1) bytes a (split, query head), written once and read once.
-Grid of the merge kernel: (sequences, query heads).
+Grid of the merge kernel: (sequences, query heads). It also lets a learned sink join the sum, and
+rotates the output back where the values are stored rotated: linear, so once is enough.
 
 Source: FlashDecoding (Dao et al. 2023). Contract: `omlx_kernels.ops.paged_attention`.
 """
@@ -28,15 +29,21 @@ from omlx_kernels.triton.common import (
     NO_WINDOW,
     TABLES,
     TIER_HOT,
+    TIER_K4V4,
+    TIER_K8V4,
     TIER_K8V8,
     block_d,
     block_sink,
+    channels,
     current_target,
     narrow,
+    score_factors,
     tier_pointers,
     tile_mask,
 )
-from omlx_kernels.triton.tiers import attend_hot_tiles, attend_k8v8_tiles, attend_sink_page
+from omlx_kernels.triton.quantized import attend_quantized_tiles
+from omlx_kernels.triton.rotation import rotate
+from omlx_kernels.triton.tiers import attend_hot_tiles, attend_sink_page
 
 
 @triton.jit(
@@ -44,11 +51,14 @@ from omlx_kernels.triton.tiers import attend_hot_tiles, attend_k8v8_tiles, atten
 )
 def _paged_decode_kernel(
     q_ptr,
+    sink_q_ptr,
     partial_ptr,
     lse_ptr,
     sink,
     hot,
     k8v8,
+    k8v4,
+    k4v4,
     block_table_ptr,
     block_starts_ptr,
     sink_pages_ptr,
@@ -57,9 +67,12 @@ def _paged_decode_kernel(
     splits_ptr,
     stride_q_token,
     stride_q_head,
+    stride_sink_q_token,
+    stride_sink_q_head,
     stride_table,
     window_size,
-    sm_scale_log2,
+    score_scale,
+    softcap,
     KEEP_SINKS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -85,15 +98,16 @@ def _paged_decode_kernel(
         return
 
     offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = channels(HEAD_DIM, BLOCK_D)
     head = kv_head * GROUP_SIZE + offs_m
-    mask = tile_mask(offs_m < GROUP_SIZE, offs_d, HEAD_DIM, BLOCK_D)
+    mask = tile_mask(offs_m < GROUP_SIZE, HEAD_DIM, BLOCK_D)
     q_row = token.to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
     q = tl.load(q_ptr + q_row[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
     position = seq_len - 1
     row_pos = tl.full([BLOCK_M], 0, tl.int32) + position
-    key_first = position - window_size + 1
+    seen = (row_pos, position - window_size + 1, seq_len, window_size)
+    scoring = (score_scale, softcap)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -101,25 +115,38 @@ def _paged_decode_kernel(
     starts_ptr = block_starts_ptr + seq.to(tl.int64) * stride_table
 
     # A tile that is wholly masked costs a turn of the loop, but its loads are predicated off.
+    TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
     if tier == TIER_K8V8:
-        TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
-        acc, m_i, l_i = attend_k8v8_tiles(
-            q, k8v8, table_ptr, starts_ptr, first * TILES, last * TILES, kv_head, key_first,
-            seq_len, row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-            QUANT_GROUP, PLANAR=True,
+        acc, m_i, l_i = attend_quantized_tiles(
+            q, acc, m_i, l_i, k8v8, table_ptr, starts_ptr, first * TILES, last * TILES, kv_head,
+            seen, scoring, 8, 8, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=True,
+        )  # fmt: skip
+    elif tier == TIER_K8V4:
+        acc, m_i, l_i = attend_quantized_tiles(
+            q, acc, m_i, l_i, k8v4, table_ptr, starts_ptr, first * TILES, last * TILES, kv_head,
+            seen, scoring, 8, 4, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=True,
+        )  # fmt: skip
+    elif tier == TIER_K4V4:
+        acc, m_i, l_i = attend_quantized_tiles(
+            q, acc, m_i, l_i, k4v4, table_ptr, starts_ptr, first * TILES, last * TILES, kv_head,
+            seen, scoring, 4, 4, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=True,
         )  # fmt: skip
     elif tier == TIER_HOT:
         HOT_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
         acc, m_i, l_i = attend_hot_tiles(
             q, acc, m_i, l_i, hot, table_ptr, starts_ptr, first * HOT_TILES, last * HOT_TILES,
-            kv_head, key_first, seq_len, row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE,
-            HEAD_DIM, BLOCK_D, BLOCK_N,
+            kv_head, seen, scoring, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     else:
+        sink_q = None
+        if sink_q_ptr is not None:
+            q_row = token.to(tl.int64) * stride_sink_q_token
+            q_row = q_row + head.to(tl.int64) * stride_sink_q_head
+            sink_q = tl.load(sink_q_ptr + q_row[:, None] + offs_d[None, :], mask=mask, other=0.0)
         page = tl.load(sink_pages_ptr + seq)
         acc, m_i, l_i = attend_sink_page(
-            q, acc, m_i, l_i, sink, page, kv_head, key_first, seq_len, row_pos, window_size,
-            sm_scale_log2, KEEP_SINKS, SINK_TOKENS, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SINK,
+            q, sink_q, acc, m_i, l_i, sink, page, kv_head, seen, scoring, KEEP_SINKS,
+            SINK_TOKENS, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SINK,
         )  # fmt: skip
 
     row = split.to(tl.int64) * (KV_HEADS * GROUP_SIZE) + head
@@ -133,9 +160,11 @@ def _paged_decode_kernel(
 def _merge_splits_kernel(
     partial_ptr,
     lse_ptr,
+    sink_logits_ptr,
     out_ptr,
     query_start_loc_ptr,
     split_starts_ptr,
+    ROTATED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -151,6 +180,9 @@ def _merge_splits_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     m_i = float("-inf")
     l_i = 0.0
+    if sink_logits_ptr is not None:  # a learned sink: a key without a value
+        m_i = tl.load(sink_logits_ptr + head).to(tl.float32) * LOG2_E
+        l_i = 1.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for base in tl.range(first, last, BLOCK_S):
         split = base + tl.arange(0, BLOCK_S)
@@ -160,13 +192,15 @@ def _merge_splits_kernel(
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight = tl.exp2(lse - m_safe)
         alpha = tl.exp2(m_i - m_safe)
-        mask = tile_mask(lse > float("-inf"), offs_d, HEAD_DIM, BLOCK_D)
+        mask = (lse > float("-inf"))[:, None] & (offs_d < HEAD_DIM)[None, :]
         partial = partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :]
         partial = tl.load(partial, mask=mask, other=0.0)
         acc = acc * alpha + tl.sum(weight[:, None] * partial, 0)
         l_i = l_i * alpha + tl.sum(weight, 0)
         m_i = m_new
     out = acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))
+    if ROTATED:
+        out = tl.reshape(rotate(tl.reshape(out, [1, BLOCK_D]), HEAD_DIM), [BLOCK_D])
     row = (token.to(tl.int64) * Q_HEADS + head) * HEAD_DIM
     out = narrow(out, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row + offs_d, out, mask=offs_d < HEAD_DIM)
@@ -180,6 +214,10 @@ def paged_decode(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend at most one query a sequence; see `omlx_kernels.ops.paged_attention`."""
     tokens, q_heads, dim = q.shape
@@ -187,6 +225,7 @@ def paged_decode(
     group = q_heads // kv_heads
     tile_d = block_d(dim)
     config = decode_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], group)
+    sink_q = sink_q if keep_sinks and window_size is not None else None
     num_splits = meta.splits.shape[0]
     out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     partial = torch.empty((num_splits, q_heads, dim), dtype=torch.float32, device=q.device)
@@ -195,6 +234,7 @@ def paged_decode(
         if num_splits:
             _paged_decode_kernel[(num_splits, kv_heads, triton.cdiv(group, config.block_m))](
                 q,
+                sink_q,
                 partial,
                 lse,
                 *tier_pointers(blocks),
@@ -206,9 +246,10 @@ def paged_decode(
                 meta.splits,
                 q.stride(0),
                 q.stride(1),
+                *(q if sink_q is None else sink_q).stride()[:2],
                 meta.block_table.shape[1],
                 NO_WINDOW if window_size is None else window_size,
-                sm_scale * LOG2_E,
+                *score_factors(sm_scale, softcap),
                 KEEP_SINKS=keep_sinks,
                 SINK_TOKENS=blocks.sink_tokens,
                 BLOCK_SIZE=blocks.block_size,
@@ -227,9 +268,11 @@ def paged_decode(
         _merge_splits_kernel[(meta.num_seqs, q_heads)](
             partial,
             lse,
+            sink_logits,
             out,
             meta.query_start_loc,
             meta.split_starts,
+            ROTATED=rotated_v,
             Q_HEADS=q_heads,
             HEAD_DIM=dim,
             BLOCK_D=tile_d,

@@ -5,9 +5,9 @@ head, stacked as the rows of one tile (row = query * heads + head). So each key 
 dequantized and laid out for the dot once for the whole group, and groups that are no power of two
 (3 for SmolLM2, 7 for Qwen2) waste a row or two instead of a tile.
 
-It walks the K8V8 blocks, then the sink page, then the HOT blocks with one online softmax: quantized
-tiers first, because their weights carry the value scale (`omlx_kernels.triton.tiers`). Causal mask
-and window shrink each walk to the tiles that some row sees.
+It walks the tiers one after the other with one online softmax, K8V8 first, because its weights
+carry the value scale (`omlx_kernels.triton.quantized`). Causal mask and window shrink each walk to
+the tiles that some row sees. The finished output is rotated back by tensor cores.
 
 Grid: (query tiles of the longest sequence, latest first; kv heads x tiles of the group; sequences).
 Moves: the visible keys and values once a query tile, mostly from L2; queries and outputs once.
@@ -30,15 +30,21 @@ from omlx_kernels.triton.common import (
     LOG2_E,
     NO_WINDOW,
     TABLES,
+    TIERS,
     block_d,
     block_sink,
+    channels,
     current_target,
+    dot,
     narrow,
+    score_factors,
     tier_pointers,
     tile_mask,
     visible_tiles,
 )
-from omlx_kernels.triton.tiers import attend_hot_tiles, attend_k8v8_tiles, attend_sink_page
+from omlx_kernels.triton.quantized import attend_quantized_tiles
+from omlx_kernels.triton.rotation import hadamard_columns
+from omlx_kernels.triton.tiers import attend_hot_tiles, attend_sink_page
 
 
 @triton.jit(
@@ -46,10 +52,14 @@ from omlx_kernels.triton.tiers import attend_hot_tiles, attend_k8v8_tiles, atten
 )
 def _paged_extend_kernel(
     q_ptr,
+    sink_q_ptr,
+    sink_logits_ptr,
     out_ptr,
     sink,
     hot,
     k8v8,
+    k8v4,
+    k4v4,
     block_table_ptr,
     block_starts_ptr,
     tier_starts_ptr,
@@ -58,9 +68,13 @@ def _paged_extend_kernel(
     query_start_loc_ptr,
     stride_q_token,
     stride_q_head,
+    stride_sink_q_token,
+    stride_sink_q_head,
     stride_table,
     window_size,
-    sm_scale_log2,
+    score_scale,
+    softcap,
+    ROTATED: tl.constexpr,
     KEEP_SINKS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -74,6 +88,7 @@ def _paged_extend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SINK: tl.constexpr,
     QUANT_GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     seq = tl.program_id(2)
@@ -87,11 +102,11 @@ def _paged_extend_kernel(
         return
 
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = channels(HEAD_DIM, BLOCK_D)
     query = tile * BLOCK_Q + offs_m // HEADS
     group_head = head_tile * HEADS + offs_m % HEADS
     is_row = (offs_m < BLOCK_Q * HEADS) & (query < num_queries) & (group_head < GROUP_SIZE)
-    mask = tile_mask(is_row, offs_d, HEAD_DIM, BLOCK_D)
+    mask = tile_mask(is_row, HEAD_DIM, BLOCK_D)
     q_token = (token + query).to(tl.int64)
     head = (kv_head * GROUP_SIZE + group_head).to(tl.int64)
     q_row = q_token * stride_q_token + head * stride_q_head
@@ -104,36 +119,79 @@ def _paged_extend_kernel(
     key_stop = tl.minimum(first_pos + BLOCK_Q, seq_len)
     table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
     starts_ptr = block_starts_ptr + seq.to(tl.int64) * stride_table
-    hot_first = tl.load(tier_starts_ptr + seq * 3)
-    k8v8_first = tl.load(tier_starts_ptr + seq * 3 + 1)
-    k8v8_last = tl.load(tier_starts_ptr + seq * 3 + 2)
+    bounds_ptr = tier_starts_ptr + seq * (TIERS + 1)
+    hot_first = tl.load(bounds_ptr)
+    k8v8_first = tl.load(bounds_ptr + 1)
+    k8v4_first = tl.load(bounds_ptr + 2)
+    k4v4_first = tl.load(bounds_ptr + 3)
+    last = tl.load(bounds_ptr + TIERS)
+    seen = (row_pos, key_first, key_stop, window_size)
+    scoring = (score_scale, softcap)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     lo, hi = visible_tiles(
-        starts_ptr, k8v8_first, k8v8_last, key_first, key_stop, BLOCK_SIZE, QUANT_GROUP
+        starts_ptr, k8v8_first, k8v4_first, key_first, key_stop, BLOCK_SIZE, QUANT_GROUP
     )
-    acc, m_i, l_i = attend_k8v8_tiles(
-        q, k8v8, table_ptr, starts_ptr, lo, hi, kv_head, key_first, key_stop,
-        row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-        QUANT_GROUP, PLANAR=False,
+    acc, m_i, l_i = attend_quantized_tiles(
+        q, acc, m_i, l_i, k8v8, table_ptr, starts_ptr, lo, hi, kv_head, seen, scoring, 8, 8,
+        KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=False,
+    )  # fmt: skip
+    lo, hi = visible_tiles(
+        starts_ptr, k8v4_first, k4v4_first, key_first, key_stop, BLOCK_SIZE, QUANT_GROUP
+    )
+    acc, m_i, l_i = attend_quantized_tiles(
+        q, acc, m_i, l_i, k8v4, table_ptr, starts_ptr, lo, hi, kv_head, seen, scoring, 8, 4,
+        KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=False,
+    )  # fmt: skip
+    lo, hi = visible_tiles(
+        starts_ptr, k4v4_first, last, key_first, key_stop, BLOCK_SIZE, QUANT_GROUP
+    )
+    acc, m_i, l_i = attend_quantized_tiles(
+        q, acc, m_i, l_i, k4v4, table_ptr, starts_ptr, lo, hi, kv_head, seen, scoring, 4, 4,
+        KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=False,
     )  # fmt: skip
     if KEEP_SINKS or key_first < SINK_TOKENS:
+        sink_q = None
+        if sink_q_ptr is not None:
+            q_row = q_token * stride_sink_q_token + head * stride_sink_q_head
+            sink_q = tl.load(sink_q_ptr + q_row[:, None] + offs_d[None, :], mask=mask, other=0.0)
         page = tl.load(sink_pages_ptr + seq)
         acc, m_i, l_i = attend_sink_page(
-            q, acc, m_i, l_i, sink, page, kv_head, key_first, key_stop, row_pos, window_size,
-            sm_scale_log2, KEEP_SINKS, SINK_TOKENS, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SINK,
+            q, sink_q, acc, m_i, l_i, sink, page, kv_head, seen, scoring, KEEP_SINKS, SINK_TOKENS,
+            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SINK,
         )  # fmt: skip
     lo, hi = visible_tiles(
         starts_ptr, hot_first, k8v8_first, key_first, key_stop, BLOCK_SIZE, BLOCK_N
     )
     acc, m_i, l_i = attend_hot_tiles(
-        q, acc, m_i, l_i, hot, table_ptr, starts_ptr, lo, hi, kv_head, key_first, key_stop,
-        row_pos, window_size, sm_scale_log2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+        q, acc, m_i, l_i, hot, table_ptr, starts_ptr, lo, hi, kv_head, seen, scoring, KV_HEADS,
+        BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
+    if sink_logits_ptr is not None:  # a learned sink: one more key, without a value
+        logit = tl.load(sink_logits_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        m_all = tl.maximum(m_i, logit)
+        alpha = tl.exp2(m_i - m_all)
+        l_i = l_i * alpha + tl.exp2(logit - m_all)
+        acc = acc * alpha[:, None]
     inverse = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key: 0
-    out = narrow(acc * inverse[:, None], out_ptr.dtype.element_ty)
-    out_row = (q_token * (KV_HEADS * GROUP_SIZE) + head) * HEAD_DIM
-    tl.store(out_ptr + out_row[:, None] + offs_d[None, :], out, mask=mask)
+    out = acc * inverse[:, None]
+    out_row = out_ptr + (q_token * (KV_HEADS * GROUP_SIZE) + head) * HEAD_DIM
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if ROTATED:
+        DOT_DTYPE: tl.constexpr = tl.float32 if tl.float32 == DTYPE else tl.float16
+        out = narrow(out, DOT_DTYPE)
+        for first in tl.range(0, HEAD_DIM, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            matrix = hadamard_columns(first, DOT_DTYPE, HEAD_DIM, BLOCK_D, COLUMNS)
+            rotated = dot(out, matrix, tl.zeros([BLOCK_M, COLUMNS], tl.float32))
+            rotated = narrow(rotated * (HEAD_DIM & -HEAD_DIM) ** -0.5, DTYPE)
+            inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
+            tl.store(out_row[:, None] + columns[None, :], rotated, mask=inside)
+    else:
+        tl.store(out_row[:, None] + offs_d[None, :], narrow(out, DTYPE), mask=mask)
 
 
 def paged_extend(
@@ -144,6 +202,10 @@ def paged_extend(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend any number of queries a sequence; see `omlx_kernels.ops.paged_attention`."""
     tokens, q_heads, dim = q.shape
@@ -152,6 +214,7 @@ def paged_extend(
     tile_d = block_d(dim)
     rows = group * meta.max_query_len
     config = extend_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], rows)
+    sink_q = sink_q if keep_sinks and window_size is not None else None
     head_tiles = triton.cdiv(group, config.block_m)
     heads = triton.cdiv(group, head_tiles)
     query_tiles = triton.cdiv(meta.max_query_len, config.block_m // heads)
@@ -159,6 +222,8 @@ def paged_extend(
     with torch.cuda.device_of(q):
         _paged_extend_kernel[(query_tiles, kv_heads * head_tiles, meta.num_seqs)](
             q,
+            sink_q,
+            sink_logits,
             out,
             *tier_pointers(blocks),
             meta.block_table,
@@ -169,9 +234,11 @@ def paged_extend(
             meta.query_start_loc,
             q.stride(0),
             q.stride(1),
+            *(q if sink_q is None else sink_q).stride()[:2],
             meta.block_table.shape[1],
             NO_WINDOW if window_size is None else window_size,
-            sm_scale * LOG2_E,
+            *score_factors(sm_scale, softcap),
+            ROTATED=rotated_v,
             KEEP_SINKS=keep_sinks,
             SINK_TOKENS=blocks.sink_tokens,
             BLOCK_SIZE=blocks.block_size,
@@ -185,6 +252,7 @@ def paged_extend(
             BLOCK_N=config.block_n,
             BLOCK_SINK=block_sink(blocks.sink_tokens),
             QUANT_GROUP=QUANT_GROUP,
+            COLUMNS=min(64, tile_d),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,

@@ -63,10 +63,10 @@ def test_tiles_divide_blocks(target, block_d, dtype):
 
 
 def test_byte_permutation_equals_the_portable_path():
-    common = pytest.importorskip("omlx_kernels.triton.common")
+    codes = pytest.importorskip("omlx_kernels.triton.codes")
     halves = {}
     for register, selector in re.findall(
-        r"prmt\.b32 \$(\d), \$2, 0x64646464, 0x([0-9a-f]{4});", common.PERMUTE_BYTES.value
+        r"prmt\.b32 \$(\d), \$2, 0x64646464, 0x([0-9a-f]{4});", codes.PERMUTE_BYTES.value
     ):
         halves[register] = [int(digit, 16) for digit in reversed(selector)]
     assert halves.keys() == {"0", "1"}
@@ -76,3 +76,21 @@ def test_byte_permutation_equals_the_portable_path():
         permuted = bytes(source[i] for i in halves[register])
         got = [int.from_bytes(permuted[i : i + 2], "little") for i in (0, 2)]
         assert got == [0x6400 | (w >> shift & 0xFF) for w in words]
+
+
+def test_nibbles_are_spread_as_on_the_portable_path():
+    codes = pytest.importorskip("omlx_kernels.triton.codes")
+    operations = re.findall(
+        r"lop3\.b32 \$(\d), (\$4|high), 0x([0-9A-F]{8}), 0x([0-9A-F]{8}), 0xEA;",
+        codes.SPREAD_NIBBLES.value,
+    )
+    assert "shr.u32 high, $4, 8;" in codes.SPREAD_NIBBLES.value
+    assert [op[0] for op in operations] == ["0", "1", "2", "3"]
+    words = 0x12AB, 0xF7E0
+    pair = words[0] | words[1] << 16
+    for (_, source, mask, bits), shift in zip(operations, (0, 4, 8, 12), strict=True):
+        # 0xEA is the truth table of (a & b) | c.
+        got = ((pair >> 8 if source == "high" else pair) & int(mask, 16)) | int(bits, 16)
+        for i, word in enumerate(words):
+            nibble = word >> shift & 15
+            assert got >> 16 * i & 0xFFFF == 0x6400 | nibble << (shift % 8)

@@ -31,6 +31,22 @@ def assert_same(got: TierBlocks, want: TierBlocks) -> None:
         assert torch.equal(got.tensors()[name].cpu().view(torch.uint8), tensor.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+def test_values_are_rotated_on_request(dim, dtype):
+    k, v = torch.randn(2, 5, 3, dim).to(dtype)
+    slots = torch.tensor([3, -1, 70, 64, 1])
+    got, want = empty(Tier.HOT, 3, dim, dtype), empty(Tier.HOT, 3, dim, torch.float64)
+    moved = to_device(got)
+    kernels.append_kv(*to_device_all(k, v), moved, to_device(slots), rotate_v=True)
+    reference.append_kv(k.double(), v.double(), want, slots, rotate_v=True)
+    got = to_cpu(moved)
+    assert torch.equal(got.k.double().nan_to_num(9), want.k.nan_to_num(9)), "keys stay as they are"
+    # float32 sums, rounded once to the model's dtype; NaN where nothing was written.
+    step = torch.finfo(dtype).eps / 2 + 2 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(got.v.double(), want.v, rtol=step, atol=2e-6, equal_nan=True)
+
+
 @settings(max_examples=20)
 @given(
     st.sampled_from([Tier.HOT, Tier.SINK]),

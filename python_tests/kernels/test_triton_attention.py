@@ -15,17 +15,19 @@ from triton_device import needs_device, to_device
 
 import omlx_kernels.triton as kernels
 from omlx_kernels import ops
-from omlx_kernels.layout import Tier
+from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 pytestmark = needs_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+COLD = [(Tier.K8V8,), (Tier.K8V4,), (Tier.K4V4,), BLOCK_TIERS[1:]]
 LENGTHS = st.integers(0, 270) | st.sampled_from([0, 1, 3, 4, 5, 63, 64, 67, 68, 69, 131, 132, 133])
 
 
 def run(case: Case, **kwargs) -> torch.Tensor:
     """Run the kernels on the case and return the output on the CPU."""
     case = to_device(case)
+    kwargs = {name: to_device(value) for name, value in kwargs.items()}
     out = kernels.paged_attention(
         case.q, case.blocks, case.meta, **case.attention_kwargs(), **kwargs
     )
@@ -42,6 +44,7 @@ def settings_of_case(draw, lens: list[int], new: list[int]) -> tuple[Case, dict]
     """Draw everything but the lengths."""
     heads = draw(st.sampled_from([(1, 1), (3, 1), (4, 2), (2, 2), (18, 1)]), label="heads")
     window = draw(st.none() | st.integers(1, 300), label="window")
+    rotated = draw(st.booleans(), label="rotated")
     case = make_case(
         lens,
         new,
@@ -53,11 +56,23 @@ def settings_of_case(draw, lens: list[int], new: list[int]) -> tuple[Case, dict]
         hot_blocks=draw(st.integers(0, 2), label="hot"),
         dtype=draw(st.sampled_from(DTYPES), label="dtype"),
         blocks_per_split=draw(st.integers(1, 4), label="blocks_per_split"),
+        cold_tiers=draw(st.sampled_from(COLD), label="cold"),
+        rotated_v=rotated,
         # Left out of the table or only masked: both are legal.
         window_size=window if draw(st.booleans(), label="released") else None,
         seed=draw(st.integers(0, 2**20), label="seed"),
     )
-    return case, {"window_size": window, "keep_sinks": draw(st.booleans(), label="keep")}
+    options = {
+        "window_size": window,
+        "keep_sinks": draw(st.booleans(), label="keep"),
+        "rotated_v": rotated,
+        "softcap": draw(st.sampled_from([None, None, 5.0]), label="softcap"),
+    }
+    if draw(st.booleans(), label="learned sinks"):
+        options["sink_logits"] = torch.randn(heads[0]) * 3
+    if draw(st.booleans(), label="sink_q"):
+        options["sink_q"] = torch.randn_like(case.q)
+    return case, options
 
 
 @settings(max_examples=40)
@@ -69,7 +84,7 @@ def test_decode_equals_oracle(data):
     check(case, **kwargs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data())
 def test_extend_equals_oracle(data):
     lens = data.draw(st.lists(LENGTHS, min_size=1, max_size=2), label="lens")
@@ -99,10 +114,10 @@ def test_window_of_all_tokens_is_no_window(new, window):
 @pytest.mark.parametrize("new", [1, 30])
 def test_tiles_outside_the_window_are_not_loaded(new):
     window = 50
-    case = make_case([330], [new], head_dim=32, hot_blocks=3)
+    case = make_case([650], [new], head_dim=32, hot_blocks=3, cold_tiers=BLOCK_TIERS[1:])
     want = run(case, window_size=window)
     starts, bounds = case.meta.block_starts[0], case.meta.tier_starts[0].tolist()
-    unseen = starts + case.format.block_size <= 330 - new - window + 1
+    unseen = starts + case.format.block_size <= 650 - new - window + 1
     unseen[bounds[-1] :] = False
     for first, last in itertools.pairwise(bounds):
         assert unseen[first:last].any(), "each tier has a block outside the window"
@@ -113,7 +128,9 @@ def test_tiles_outside_the_window_are_not_loaded(new):
 @settings(max_examples=5)
 @given(st.integers(1, 5), st.integers(0, 3))
 def test_any_split_count_agrees(blocks_per_split, padding):
-    case = make_case([330, 70, 3], [1, 1, 1], num_q_heads=3, dtype=torch.float16)
+    case = make_case(
+        [330, 70, 3], [1, 1, 1], num_q_heads=3, dtype=torch.float16, cold_tiers=BLOCK_TIERS[1:]
+    )
     splits, split_starts = build_splits(case.meta.tier_starts, [True] * 3, blocks_per_split)
     empty = torch.tensor([[0, int(Tier.HOT), 0, 0]] * padding, dtype=torch.int32).reshape(-1, 4)
     meta = dataclasses.replace(
@@ -150,21 +167,59 @@ def test_strided_queries(new):
 @pytest.mark.parametrize("size", [2.0**-7, 2.0**-9])
 def test_small_values_keep_their_precision(new, dtype, size):
     # Value scales near float16's smallest normal number: probability * scale must not underflow.
-    case = make_case([300], [new], dtype=dtype)
-    for tensor in (case.blocks.k8v8.v_scale, case.blocks.hot.v, case.blocks.sink.v):
-        tensor.mul_(size)
+    case = make_case([460], [new], dtype=dtype, cold_tiers=BLOCK_TIERS[1:])
+    for tier in Tier:
+        blocks = case.blocks.tier(tier)
+        for tensor in (blocks.v,) if tier.bits is None else (blocks.v_scale, blocks.v_zero):
+            if tensor is not None:
+                tensor.mul_(size)
     check(case)
 
 
 @pytest.mark.parametrize("new", [1, 20])
 def test_biased_keys(new):
     # A few channels far from zero, as in Qwen2: their codes are small steps on a large offset.
-    case = make_case([300], [new], dtype=torch.float16)
+    case = make_case([460], [new], dtype=torch.float16, cold_tiers=BLOCK_TIERS[1:])
     bias = torch.zeros(64)
     bias[::16] = torch.tensor([400.0, -300.0, 250.0, -420.0])
-    for tensor in (case.blocks.k8v8.k_zero, case.blocks.hot.k, case.blocks.sink.k):
+    for tier in Tier:
+        blocks = case.blocks.tier(tier)
+        tensor = blocks.k if tier.bits is None else blocks.k_zero
         tensor.add_(bias.to(tensor.dtype))
     check(case)
+
+
+@pytest.mark.parametrize("new", [1, 20])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 80, 96, 112, 160, 224])
+def test_every_head_dim_in_every_tier(new, head_dim):
+    # 160 and 224 have no whole number of value groups in half of their channels.
+    case = make_case(
+        [460], [new], head_dim=head_dim, dtype=torch.float16, cold_tiers=BLOCK_TIERS[1:],
+        rotated_v=True,
+    )  # fmt: skip
+    assert all(a < b for a, b in itertools.pairwise(case.meta.tier_starts[0].tolist()))
+    check(case, rotated_v=True)
+
+
+@pytest.mark.parametrize("new", [1, 20])
+def test_learned_sinks_alone_weigh_nothing(new):
+    # Every key is outside of what may be seen: no sinks are kept, no block is listed.
+    case = make_case([40], [new], sink_tokens=64, window_size=1)
+    case = dataclasses.replace(
+        case, meta=dataclasses.replace(case.meta, seq_lens=torch.zeros(1, dtype=torch.int32))
+    )
+    got = run(case, sink_logits=torch.randn(2))
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+@pytest.mark.parametrize("new", [1, 20])
+def test_sink_queries_matter_outside_of_the_window_only(new):
+    case = make_case([150], [new], head_dim=32)
+    other = torch.randn_like(case.q)
+    inside = run(case, window_size=150, sink_q=other)
+    assert torch.equal(inside, run(case, window_size=150))
+    check(case, window_size=60, sink_q=other)
+    assert not torch.allclose(run(case, window_size=60, sink_q=other), run(case, window_size=60))
 
 
 @pytest.mark.parametrize(("new", "kernel"), [(1, "decode"), (2, "extend")])

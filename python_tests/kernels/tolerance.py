@@ -14,6 +14,7 @@ import torch
 from strategies import Case
 
 from omlx_kernels import reference
+from omlx_kernels.quantization import hadamard
 
 
 def oracle(case: Case, **kwargs) -> torch.Tensor:
@@ -27,6 +28,10 @@ def plain(
     sm_scale: float,
     window_size: int | None = None,
     keep_sinks: bool = True,
+    rotated_v: bool = False,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
     base_2: bool = False,
 ) -> torch.Tensor:
     """Return attention as plain PyTorch computes it in the model's dtype.
@@ -44,22 +49,36 @@ def plain(
         length = int(meta.seq_lens[seq])
         distance = torch.arange(length - (last - first), length)[:, None] - key_pos
         visible = distance >= 0
+        is_sink = key_pos < blocks.sink_tokens
         if window_size is not None:
-            visible &= (distance < window_size) | ((key_pos < blocks.sink_tokens) & keep_sinks)
+            visible &= (distance < window_size) | (is_sink & keep_sinks)
         group = q.shape[1] // keys.shape[0]
         for head in range(q.shape[1]):
             k, v = (x[head // group].to(q.dtype) for x in (keys, values))
             rows = q[first:last, head]
-            scores = rows @ k.T * (sm_scale * math.log2(math.e) if base_2 else sm_scale)
+            scores = rows @ k.T * sm_scale
+            if sink_q is not None and window_size is not None:
+                capped = sink_q[first:last, head] @ k.T * sm_scale
+                scores = torch.where(is_sink & (distance >= window_size), capped, scores)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill(~visible, float("-inf"))
-            if base_2:
-                scores = scores.float()
-                p = torch.exp2(scores - scores.amax(-1, keepdim=True)) if scores.numel() else scores
-                p = (p / p.sum(-1, keepdim=True)).to(q.dtype)
-            else:
-                p = torch.softmax(scores, -1)
-            out[first:last, head] = p.nan_to_num(0.0) @ v
+            if sink_logits is not None:
+                logit = sink_logits[head].to(scores).expand(len(scores), 1)
+                scores = torch.cat([scores, logit], 1)
+            probs = _softmax_base_2(scores) if base_2 else torch.softmax(scores, -1)
+            result = probs.nan_to_num(0.0)[:, : len(key_pos)] @ v
+            out[first:last, head] = hadamard(result) if rotated_v else result
     return out
+
+
+def _softmax_base_2(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax by powers of two, in the dtype of ``scores``."""
+    if not scores.numel():
+        return scores
+    scaled = (scores * math.log2(math.e)).float()
+    p = torch.exp2(scaled - scaled.amax(-1, keepdim=True))
+    return (p / p.sum(-1, keepdim=True)).to(scores.dtype)
 
 
 def assert_as_exact_as_plain(got: torch.Tensor, case: Case, **kwargs) -> None:
