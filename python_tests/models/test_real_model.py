@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agreement import compare, teacher_forced
 from tiny import greedy
 
 import omlx_cache
 from omlx_cache.compat import cache_name
+from omlx_cache.tools.divergence import compare, teacher_forced
 from omlx_cache.tools.texts import token_ids
 
 pytestmark = pytest.mark.real_model

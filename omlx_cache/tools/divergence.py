@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from omlx_cache.compat import cache_name
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -23,9 +25,17 @@ class Agreement:
 
 
 @torch.no_grad()
-def teacher_forced(model, ids: torch.Tensor, scored: int) -> torch.Tensor:
-    """Return the float32 logits of the last ``scored`` positions of ids, [scored, vocabulary]."""
-    return model(ids, logits_to_keep=scored).logits[0].float()
+def teacher_forced(model, ids: torch.Tensor, scored: int, cache=None) -> torch.Tensor:
+    """Return the float32 logits of the last ``scored`` positions of ids, [scored, vocabulary].
+
+    Args:
+        model: a causal language model.
+        ids: [1, num_tokens].
+        scored: how many positions count.
+        cache: the cache to fill; None leaves it to the model.
+    """
+    kwargs = {} if cache is None else {cache_name(type(model).forward): cache}
+    return model(ids, logits_to_keep=scored, **kwargs).logits[0].float()
 
 
 def compare(reference: torch.Tensor, candidate: torch.Tensor, ids: torch.Tensor) -> Agreement:
