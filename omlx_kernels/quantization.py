@@ -1,10 +1,14 @@
 """The quantizers of the cache in plain torch: what every kernel must reproduce.
 
 ``x ~ code * scale + zero``. Scales and zeros are stored as float16, and the codes are computed
-against the *stored* (rounded) values. Rounding never loses the ends of the range: the zero is
-pushed down and the scale up by a little more than half a float16 step before they are rounded, so
-that ``|x - x_hat| <= scale / 2`` holds for every input within +-65504, constant and zero rows
-included (`RANGE_SLACK`, `TINY`: no special cases, nothing divides by zero).
+against the *stored* (rounded) values, so that ``|x - x_hat| <= scale / 2`` holds for every input
+within +-65504, constant and zero rows included:
+
+* A zero is rounded down: to the nearest float16, or the one below where that is above the minimum.
+* A scale is rounded to nearest, which costs the end of the range 2**-11 of its 255 steps; in the
+  subnormals, where rounding may cost half of it, a step is added first. It is never 0.
+
+Nothing is added where nothing need be: what was quantized once quantizes to the same codes again.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ RANGE_SLACK = 0.0005
 """A little more than half a float16 step (2**-11), relative."""
 TINY = 2.0**-24
 """The smallest positive float16."""
+SMALLEST_NORMAL = 2.0**-14
+"""The smallest float16 that keeps all its bits."""
 FLOAT16_MAX = 65504.0
 
 
@@ -26,9 +32,16 @@ def _asymmetric(
     low: torch.Tensor, high: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float16 (scale, zero) with which codes 0..levels reach from low to high."""
-    zero = (low - RANGE_SLACK * low.abs() - TINY).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
-    scale = (high - zero.float()) * ((1 + RANGE_SLACK) / levels) + TINY
-    return scale.clamp(max=FLOAT16_MAX).half(), zero
+    nearest = low.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+    below = (low - RANGE_SLACK * low.abs() - TINY).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+    zero = torch.where(nearest.float() > low, below, nearest)
+    return _scale((high - zero.float()) * (1 / levels)), zero
+
+
+def _scale(step: torch.Tensor) -> torch.Tensor:
+    """Round a step between codes to a float16 that still reaches the end of the range."""
+    step = step + TINY * (step < SMALLEST_NORMAL)
+    return step.clamp(max=FLOAT16_MAX).half()
 
 
 def quantize_k(k: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,8 +83,7 @@ def quantize_v8(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes int8 in -127..127 [..., num_tokens, head_dim]; scale float16 [..., num_tokens].
     """
     v = v.float()
-    scale = v.abs().amax(-1) * ((1 + RANGE_SLACK) / 127) + TINY
-    scale = scale.clamp(max=FLOAT16_MAX).half()
+    scale = _scale(v.abs().amax(-1) * (1 / 127))
     codes = (v / scale.float().unsqueeze(-1)).round_().clamp_(-127, 127)
     return codes.to(torch.int8), scale
 

@@ -17,13 +17,13 @@ import triton.language as tl
 
 from omlx_kernels.launch import convert_config
 from omlx_kernels.layout import QUANT_GROUP, Tier, TierBlocks
-from omlx_kernels.quantization import FLOAT16_MAX, RANGE_SLACK, TINY
+from omlx_kernels.quantization import FLOAT16_MAX, RANGE_SLACK, SMALLEST_NORMAL, TINY
 from omlx_kernels.triton.common import block_d
 
 _SLACK = tl.constexpr(RANGE_SLACK)
 _TINY = tl.constexpr(TINY)
 _HALF_MAX = tl.constexpr(FLOAT16_MAX)
-_STEP_UP = tl.constexpr(1 + RANGE_SLACK)
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 _GROUP = tl.constexpr(QUANT_GROUP)
 
 
@@ -40,12 +40,20 @@ def _codes(x, scale, low: tl.constexpr, high: tl.constexpr):
 
 
 @triton.jit
+def _scale(step):
+    """Round a step between codes to a float16 that still reaches the end of the range."""
+    step = tl.where(step < _SMALLEST_NORMAL, step + _TINY, step)
+    return tl.minimum(step, _HALF_MAX).to(tl.float16)
+
+
+@triton.jit
 def _asymmetric(low, high, LEVELS: tl.constexpr):
     """Return the float16 (scale, zero) with which codes 0 .. LEVELS reach from low to high."""
-    zero = _clamp(low - _SLACK * tl.abs(low) - _TINY, -_HALF_MAX, _HALF_MAX).to(tl.float16)
-    STEP: tl.constexpr = _STEP_UP / LEVELS
-    scale = tl.minimum((high - zero.to(tl.float32)) * STEP + _TINY, _HALF_MAX).to(tl.float16)
-    return scale, zero
+    nearest = _clamp(low, -_HALF_MAX, _HALF_MAX).to(tl.float16)
+    below = _clamp(low - _SLACK * tl.abs(low) - _TINY, -_HALF_MAX, _HALF_MAX).to(tl.float16)
+    zero = tl.where(nearest.to(tl.float32) > low, below, nearest)
+    STEP: tl.constexpr = 1 / LEVELS
+    return _scale((high - zero.to(tl.float32)) * STEP), zero
 
 
 @triton.jit
@@ -112,8 +120,8 @@ def _convert_v(
         low, high = low * scale, high * scale
     if DST_BITS == 8:
         largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        STEP: tl.constexpr = _STEP_UP / 127
-        scale = tl.minimum(largest * STEP + _TINY, _HALF_MAX).to(tl.float16)
+        STEP: tl.constexpr = 1 / 127
+        scale = _scale(largest * STEP)
         dst_ptr = dst[1] + dst_run * (_GROUP * HEAD_DIM) + inner
         codes = _codes(low, scale[:, None], -127.0, 127.0).to(tl.int8)
         tl.store(dst_ptr, codes, mask=mask)

@@ -9,7 +9,8 @@ namespace {
 
 using namespace omlx;
 
-constexpr float RANGE_SLACK = 0.0005f, TINY = 0x1p-24f, HALF_MAX = 65504.0f;
+constexpr float RANGE_SLACK = 0.0005f, TINY = 0x1p-24f, SMALLEST_NORMAL = 0x1p-14f;
+constexpr float HALF_MAX = 65504.0f;
 
 inline float clamp_half(float x) {
     return x > HALF_MAX ? HALF_MAX : x < -HALF_MAX ? -HALF_MAX : x;
@@ -19,12 +20,17 @@ inline vf round_between(vf x, float low, float high) {
     return to_vf(to_int(vmin(vmax(x, splat(low)), splat(high))));
 }
 
+// A step between codes, rounded so that it still reaches the end of the range.
+inline f16 round_scale(float step) {
+    return to_half(clamp_half(step < SMALLEST_NORMAL ? step + TINY : step));
+}
+
 // The scale and zero with which codes 0 .. levels reach from low to high.
 inline void asymmetric(float low, float high, int levels, f16& scale, f16& zero) {
     const float magnitude = low < 0.0f ? -low : low;
-    zero = to_half(clamp_half(low - RANGE_SLACK * magnitude - TINY));
-    const float span = high - to_float(zero);
-    scale = to_half(clamp_half(span * static_cast<float>((1 + 0.0005) / levels) + TINY));
+    zero = to_half(clamp_half(low));
+    if (to_float(zero) > low) zero = to_half(clamp_half(low - RANGE_SLACK * magnitude - TINY));
+    scale = round_scale((high - to_float(zero)) * static_cast<float>(1.0 / levels));
 }
 
 // A group of 64 tokens; one byte a code.
@@ -60,8 +66,7 @@ template <class T>
 inline void quantize_v8(const T* v, int dim, int8_t* codes, uint16_t* scale) {
     vf top = splat(0.0f);
     for (int c = 0; c < dim; c += W) top = vmax(top, vabs(load_row(v, c, dim)));
-    const f16 s = to_half(
-        clamp_half(reduce_max(top) * static_cast<float>((1 + 0.0005) / 127) + TINY));
+    const f16 s = round_scale(reduce_max(top) * static_cast<float>(1.0 / 127));
     *scale = s.bits;
     const vf scales = splat(to_float(s));
     for (int c = 0; c < dim; c += W)
