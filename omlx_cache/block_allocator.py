@@ -1,8 +1,8 @@
 """Which physical blocks are in use, and by how many holders: pure bookkeeping, no tensors.
 
 Each tier is an id space of its own (block 3 of HOT and block 3 of K8V8 are different memory), and
-all spaces share one budget. Ids are handed out lowest first, so that the tail of a space falls
-free and its tensors can shrink (`BlockAllocator.trim`).
+all spaces share one budget. `BlockAllocator.compact` closes the gaps that released blocks leave, so
+that the tensors behind a space can be as small as what they hold.
 """
 
 from __future__ import annotations
@@ -127,12 +127,38 @@ class BlockAllocator:
             if old == (space, block):
                 del self._replacing[new]
 
-    def trim(self) -> None:
-        """Give up the free ids at the end of each space, so that its tensors can shrink."""
-        for s in self._spaces.values():
-            while s.free and -s.free[0] == s.capacity - 1:
-                s.free.pop(0)
-                s.capacity -= 1
+    def compact(self, space: Hashable) -> dict[int, int]:
+        """Give the highest blocks the lowest free ids, and give up the ids above.
+
+        Afterwards the space's capacity is the number of its blocks: its tensors need no more room.
+
+        Returns:
+            old id -> new id of the blocks that moved; whoever holds one must follow, and the
+            content must be copied. No new id is an old one.
+
+        Example:
+            >>> allocator = BlockAllocator(["hot"])
+            >>> ids = allocator.allocate("hot", 4)
+            >>> for block in (0, 2):
+            ...     allocator.release("hot", block)
+            >>> allocator.compact("hot"), allocator.capacity("hot")
+            ({3: 0}, 2)
+        """
+        s = self._spaces[space]
+        count = len(s.refs)
+        high = sorted((block for block in s.refs if block >= count), reverse=True)
+        low = sorted(-block for block in s.free if -block < count)
+        moves = dict(zip(high, low, strict=True))
+        s.refs = {moves.get(block, block): holders for block, holders in s.refs.items()}
+        s.free, s.capacity = [], count
+        self._replacing = {
+            (sp, moves.get(new, new) if sp == space else new): (
+                old_sp,
+                moves.get(old, old) if old_sp == space else old,
+            )
+            for (sp, new), (old_sp, old) in self._replacing.items()
+        }
+        return moves
 
     def _holders(self, space: Hashable, block: int) -> int:
         holders = self._spaces[space].refs.get(block, 0)

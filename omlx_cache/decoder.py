@@ -41,7 +41,8 @@ def run_decoder(state: PatchState, original: Callable, args: tuple, kwargs: dict
     use_cache = kwargs.pop("use_cache", None)
     use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     cache = _pop_cache(kwargs)
-    if cache is None:
+    is_new = cache is None
+    if is_new:
         cache = PagedCache.for_patch(state, unquantized=not use_cache)
     _check_cache(cache, decoder)
     batch, columns = _batch_and_columns(kwargs)
@@ -62,7 +63,7 @@ def run_decoder(state: PatchState, original: Callable, args: tuple, kwargs: dict
             outputs.append(original(**part, **{name: cache}, use_cache=True, return_dict=True))
     output = _join(outputs)
     if use_cache:
-        state.used(cache)
+        state.used(cache, snapshot=is_new)
     else:
         output[name] = None
     return output.to_tuple() if return_dict is False else output

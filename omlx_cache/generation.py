@@ -53,7 +53,7 @@ def run_generate(
         return original(inputs, generation_config, **kwargs)
     finally:
         if cache is not None:
-            state.used(cache)
+            state.used(cache, snapshot=True)
 
 
 def _check_reuse(cache: PagedCache, ids: torch.Tensor | None, kwargs: dict) -> None:

@@ -8,6 +8,7 @@ window layers and full layers have two, and the window layers' blocks leave on t
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
-from omlx_cache.block_pool import reopen_block
+from omlx_cache.block_pool import copy_blocks, reopen_block
 from omlx_cache.plan import StepPlan
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
@@ -128,6 +129,23 @@ class LayerGroup:
 
     def _end(self) -> None:
         self.step = None
+        self._settle()
+
+    def _settle(self) -> None:
+        """Close the gaps that released blocks have left, and give their memory back."""
+        moves = {tier: self.blocks.compact(tier) for tier in BLOCK_TIERS}
+        moves[Tier.SINK] = self.pages.compact(Tier.SINK)
+        if any(moves.values()):
+            for layer in self.layers:
+                if layer.pool is not None:
+                    for tier, pairs in moves.items():
+                        copy_blocks(layer.pool.blocks.tier(tier), list(pairs.items()))
+            for row in self.rows:
+                row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
+                row.blocks = [
+                    replace(block, index=moves[block.tier].get(block.index, block.index))
+                    for block in row.blocks
+                ]
         self.fit_layers()
 
     def fit_layers(self) -> None:
@@ -149,9 +167,7 @@ class LayerGroup:
         self.rows = [Sequence(row.length, row.sink_page, list(row.blocks)) for row in chosen]
         for row in old:
             self._let_go(row.blocks, row.sink_page)
-        self.blocks.trim()
-        self.pages.trim()
-        self.fit_layers()
+        self._settle()
 
     def clear(self) -> None:
         """Release every row."""
@@ -198,9 +214,7 @@ class LayerGroup:
             cut = self._cut_block(row, row.length)
             if cut is not None:
                 row.blocks[-1] = self._reopen(cut)
-        self.blocks.trim()
-        self.pages.trim()
-        self.fit_layers()
+        self._settle()
 
     def _reopen(self, block: StoredBlock) -> StoredBlock:
         """Turn one holder's share of a quantized block into a hot block of its own."""

@@ -40,10 +40,16 @@ class PatchState:
     last_cache: weakref.ref[PagedCache] | None = None
     last_report: CacheReport | None = None
 
-    def used(self, cache: PagedCache) -> None:
-        """Remember ``cache`` as the last one, without keeping it alive."""
+    def used(self, cache: PagedCache, *, snapshot: bool) -> None:
+        """Remember ``cache`` as the last one, without keeping it alive.
+
+        Args:
+            cache: what the model just used.
+            snapshot: also note what it holds, for when it will be gone; once a call, not a step.
+        """
         self.last_cache = weakref.ref(cache)
-        self.last_report = cache.report()
+        if snapshot:
+            self.last_report = cache.report()
 
     def __deepcopy__(self, memo: dict) -> PatchState:
         """Copy for a copied model; caches of the original are not the copy's."""

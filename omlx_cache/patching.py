@@ -139,9 +139,10 @@ def report(model_or_cache: Any) -> CacheReport:
     if cache is not None:
         return cache.report()
     if state.last_report is None:
+        got = "one that has not run" if state.last_cache is None else "one whose cache is gone"
         raise ValueError(
-            "omlx_cache.report: the model must have used its cache, got a patched model that has "
-            "not run yet; call model.generate(...) first, or pass a PagedCache"
+            f"omlx_cache.report: the model must be one that has used a cache, got {got}; call "
+            f"model.generate(...) first, or pass the PagedCache itself"
         )
     return state.last_report
 

@@ -178,8 +178,6 @@ class StepPlan:
                 self._pages.release(Tier.SINK, row.old_sink_page)
             sequence = row.sequence
             sequence.length, sequence.sink_page, sequence.blocks = row.length, row.sink_page, kept
-        self._blocks.trim()
-        self._pages.trim()
 
     def rollback(self) -> None:
         """Release everything that the step took; the rows were never touched."""
@@ -191,8 +189,6 @@ class StepPlan:
                 self._blocks.release(block.tier, block.index)
             if row.sink_page != row.old_sink_page:
                 self._pages.release(Tier.SINK, row.sink_page)
-        self._blocks.trim()
-        self._pages.trim()
 
     def tables(self, device: torch.device) -> DeviceTables:
         """Return the step's tensors on ``device``, sent there on first use."""

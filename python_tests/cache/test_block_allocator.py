@@ -66,12 +66,19 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.held += [new] * self.held.count(old)
         self.moving[new] = old
 
-    @rule()
-    def trim(self) -> None:
-        self.allocator.trim()
-        for space in ("hot", "cold"):
-            highest = max([i for s, i in self.held if s == space], default=-1)
-            assert self.allocator.capacity(space) == highest + 1
+    @rule(space=st.sampled_from(["hot", "cold"]))
+    def compact(self, space: str) -> None:
+        held = [block for s, block in self.held if s == space]
+        moves = self.allocator.compact(space)
+        assert set(moves) <= set(held)
+        assert not set(moves.values()) & set(held), "a block moved onto another"
+
+        def follow(block: tuple[str, int]) -> tuple[str, int]:
+            return (space, moves.get(block[1], block[1])) if block[0] == space else block
+
+        self.held = [follow(block) for block in self.held]
+        self.moving = {follow(new): follow(old) for new, old in self.moving.items()}
+        assert self.allocator.capacity(space) == len(set(held))
 
     @invariant()
     def agrees(self) -> None:

@@ -8,6 +8,7 @@ from tiny import greedy, left_padded, random_ids, tiny_model
 
 import omlx_cache
 from omlx_cache.compat import cache_name
+from omlx_kernels.layout import BLOCK_TIERS
 
 SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0}
 
@@ -98,6 +99,18 @@ def test_report_counts_the_bytes_of_the_tensors():
     assert (report.active_blocks, report.num_sequences) == (10, 2)
     assert report.block_utilization == pytest.approx(296 / 320)
     assert report.unquantized_bytes == 600 * 3 * 2 * 2 * 16 * 4
+
+
+def test_the_tensors_hold_the_blocks_in_use_and_no_more():
+    model = omlx_cache.patch(tiny_model(), window_size=200, **SMALL)
+    cache = omlx_cache.PagedCache(model)
+    for length in (300, 1, 64, 90, 1, 500):
+        step(model, cache, random_ids(2, length))
+        (group,) = cache.groups
+        for layer in cache.layers:
+            rooms = [layer.pool.blocks.tier(tier).num_blocks for tier in BLOCK_TIERS]
+            assert rooms == [group.blocks.used(tier) for tier in BLOCK_TIERS]
+            assert layer.pool.blocks.sink.num_blocks == 2
 
 
 def test_peak_of_a_long_prefill_is_bounded_by_the_chunk():

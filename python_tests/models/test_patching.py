@@ -155,7 +155,11 @@ def test_unpatched_model_has_no_cache_and_no_report():
     with pytest.raises(ValueError, match=r"call omlx_cache\.patch"):
         omlx_cache.report(model)
     omlx_cache.patch(model)
-    with pytest.raises(ValueError, match="has not run yet"):
+    with pytest.raises(ValueError, match="one that has not run"):
+        omlx_cache.report(model)
+    model(random_ids(1, 5), **{cache_name(type(model).forward): omlx_cache.PagedCache(model)})
+    gc.collect()
+    with pytest.raises(ValueError, match="pass the PagedCache itself"):
         omlx_cache.report(model)
 
 
