@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,14 +38,19 @@ class Workload:
     heads: str = "gqa"
     block_size: int = 256
     sink_tokens: int = 4
+    options: bool = False
+    """Ask `paged_attention` for everything that it can be asked for, or for nothing."""
 
-    def launch_all(self) -> None:
-        """Call every launcher once; inside `recording` that compiles every kernel."""
-        q_heads, kv_heads = HEADS[self.heads]
-        dtype = DTYPES[self.dtype]
+    def blocks(self) -> LayerBlocks:
+        """Return a layer's blocks in every tier."""
+        kv_heads, dtype = HEADS[self.heads][1], DTYPES[self.dtype]
         fmt = BlockFormat(self.block_size, self.sink_tokens, kv_heads, self.head_dim, dtype)
-        blocks = LayerBlocks(*(fmt.allocate(tier, 2, "cpu") for tier in Tier))
-        new = torch.zeros(512, kv_heads, self.head_dim, dtype=dtype)
+        return LayerBlocks(*(fmt.allocate(tier, 2, "cpu") for tier in Tier))
+
+    def write(self) -> None:
+        """Call the launchers that fill blocks: append, and convert between every pair of tiers."""
+        blocks = self.blocks()
+        new = torch.zeros(512, HEADS[self.heads][1], self.head_dim, dtype=DTYPES[self.dtype])
         slots = torch.zeros(512, dtype=torch.int64)
         ids = torch.zeros(1, dtype=torch.int32)
         for rotated in (False, True):
@@ -54,12 +59,18 @@ class Workload:
             kernels.convert_blocks(
                 blocks.tier(source), blocks.tier(target), source, target, ids, ids
             )
+
+    def attend(self) -> None:
+        """Call decode and extend, over all tiers in one launch."""
+        blocks = self.blocks()
         for query_len in (1, 512):
-            q = torch.zeros(query_len, q_heads, self.head_dim, dtype=dtype)
-            for options in ({}, self.all_options(q)):
-                kernels.paged_attention(
-                    q, blocks, tables(query_len), sm_scale=1.0, window_size=1024, **options
-                )
+            q = torch.zeros(
+                query_len, HEADS[self.heads][0], self.head_dim, dtype=DTYPES[self.dtype]
+            )
+            options = self.all_options(q) if self.options else {}
+            kernels.paged_attention(
+                q, blocks, tables(query_len), sm_scale=1.0, window_size=1024, **options
+            )
 
     @staticmethod
     def all_options(q: torch.Tensor) -> dict:
@@ -91,10 +102,11 @@ def tables(query_len: int) -> AttentionMetadata:
     )
 
 
-def reports(arch: int | str, workload: Workload) -> list[Report]:
-    """Compile every kernel of a workload for an architecture."""
+def reports(arch: int | str, *launches: Callable[[], None]) -> list[Report]:
+    """Compile every kernel that the calls launch, for an architecture."""
     with recording(arch) as compiled:
-        workload.launch_all()
+        for launch in launches:
+            launch()
     return [inspect(kernel, arch) for kernel in compiled]
 
 
@@ -139,7 +151,8 @@ def main() -> int:
             for dim in args.head_dim:
                 for dtype in args.dtype:
                     workload = Workload(dim, dtype, heads)
-                    for r in reports(arch, workload):
+                    full = replace(workload, options=True)
+                    for r in reports(arch, workload.write, workload.attend, full.attend):
                         bad = "; ".join(problems(r, workload))
                         failed += bool(bad)
                         print(

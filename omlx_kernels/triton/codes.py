@@ -179,6 +179,7 @@ def load_v8(
 def _v4_factors(
     ptr, row, any_wanted, FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+    PLANAR: tl.constexpr,
 ):  # fmt: skip
     """Return the scales (or zeros) of half the channels, [BLOCK_N, 1 or BLOCK_W].
 
@@ -191,8 +192,15 @@ def _v4_factors(
     offs_n = tl.arange(0, BLOCK_N)
     channel = FIRST + 2 * tl.arange(0, BLOCK_W)
     if GROUPS == 1:
-        factor = tl.load(ptr + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=0.0)
-        factor = factor.to(DTYPE)[:, None]
+        if PLANAR:
+            factor = tl.load(ptr + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=0.0)
+            factor = factor.to(DTYPE)[:, None]
+        else:  # whose threads hold one row each: 16 bits would be no asynchronous copy
+            offs_w = tl.arange(0, BLOCK_N // 2)
+            words = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row // 2
+            words = tl.load(words + offs_w, mask=(offs_w >= 0) & any_wanted, other=0)
+            even, odd = _unpack_halves(words, DTYPE)
+            factor = tl.interleave(even, odd)[:, None]
     elif GROUPS % 2 == 0 and LOW // 2 == HIGH // 2:
         words = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * (GROUPS // 2) + LOW // 2
         words = words + offs_n * (GROUPS // 2)
@@ -211,8 +219,8 @@ def _v4_factors(
 
 @triton.jit
 def load_v4(
-    v_ptr, scale_ptr, zero_ptr, row, wanted, any_wanted,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+    v_ptr, scale_ptr, zero_ptr, row, wanted, any_wanted, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, PLANAR: tl.constexpr,
 ):  # fmt: skip
     """Return the four planes of 4-bit values.
 
@@ -221,18 +229,14 @@ def load_v4(
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_W: tl.constexpr = BLOCK_D // 4
-    BLOCK_N: tl.constexpr = wanted.shape[0]
+    N: tl.constexpr = wanted.shape[0]
     codes = _unpack_u4(_load_words(v_ptr, row, wanted, HEAD_DIM // 4, BLOCK_W, False), DTYPE)
-    s = _v4_factors(scale_ptr, row, any_wanted, 0, HEAD_DIM, BLOCK_W, BLOCK_N, DTYPE)
-    z = _v4_factors(zero_ptr, row, any_wanted, 0, HEAD_DIM, BLOCK_W, BLOCK_N, DTYPE)
-    s_high = _v4_factors(scale_ptr, row, any_wanted, HALF, HEAD_DIM, BLOCK_W, BLOCK_N, DTYPE)
-    z_high = _v4_factors(zero_ptr, row, any_wanted, HALF, HEAD_DIM, BLOCK_W, BLOCK_N, DTYPE)
-    return (
-        codes[0] * s + z,
-        codes[2] * s + z,
-        codes[1] * s_high + z_high,
-        codes[3] * s_high + z_high,
-    )
+    s = _v4_factors(scale_ptr, row, any_wanted, 0, HEAD_DIM, BLOCK_W, N, DTYPE, PLANAR)
+    z = _v4_factors(zero_ptr, row, any_wanted, 0, HEAD_DIM, BLOCK_W, N, DTYPE, PLANAR)
+    low_even, low_odd = codes[0] * s + z, codes[2] * s + z
+    s = _v4_factors(scale_ptr, row, any_wanted, HALF, HEAD_DIM, BLOCK_W, N, DTYPE, PLANAR)
+    z = _v4_factors(zero_ptr, row, any_wanted, HALF, HEAD_DIM, BLOCK_W, N, DTYPE, PLANAR)
+    return low_even, low_odd, codes[1] * s + z, codes[3] * s + z
 
 
 @triton.jit

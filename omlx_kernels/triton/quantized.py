@@ -97,8 +97,9 @@ def attend_quantized_tiles(
             p, alpha, m_i = online_softmax(scores, scores, m_i)
             l_i = l_i * alpha + tl.sum(p, 1)
             v = load_v4(
-                blocks[1], blocks[4], blocks[5], row, wanted, any_wanted, HEAD_DIM, BLOCK_D, DTYPE
-            )
+                blocks[1], blocks[4], blocks[5], row, wanted, any_wanted, HEAD_DIM, BLOCK_D, DTYPE,
+                PLANAR,
+            )  # fmt: skip
         v = v if PLANAR else (assemble(v, V_BITS),)
         acc_planes = _add_planes(acc_planes, alpha, narrow(p, DTYPE), v)
     acc = assemble(acc_planes, V_BITS) if PLANAR else acc_planes[0]
