@@ -18,7 +18,7 @@ say   := @printf '==> %s\n'
 BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format aot bench clean distclean venv
+.PHONY: help demo test lint format aot sanitize bench clean distclean venv
 
 help:  ## show this list
 	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
@@ -37,6 +37,15 @@ test: $(VENV)/.ready  ## run every test: kernels interpreted on the CPU, then th
 
 aot: $(VENV)/.ready  ## run the compile checks alone
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot
+
+# ASan must be loaded before Python itself; its leak check would report the interpreter's own.
+SANITIZED := build/sanitized/libomlx_native.so
+sanitize: $(VENV)/.ready  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	OMLX_NATIVE_LIBRARY=$(SANITIZED) $(BIN)/python -m omlx_kernels.native.build -g -O1 -fno-omit-frame-pointer \
+	  -fsanitize=address,undefined -fno-sanitize-recover=undefined
+	OMLX_NATIVE_LIBRARY=$(abspath $(SANITIZED)) ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest python_tests/kernels/test_native*.py -p no:cacheprovider
 
 lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .

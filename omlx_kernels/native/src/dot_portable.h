@@ -24,7 +24,7 @@ inline bool reads_packed(int) { return false; }
 
 template <int BITS>
 inline void k_scores(const uint8_t* k, int dim, QueryCodes q, float step, float bias,
-                      float* scores, Fetch) {
+                     float* scores, Fetch) {
     for (int t = 0; t < 64; ++t) {
         const uint8_t* row = k + int64_t(t) * dim;
         int32_t sum = 0;
