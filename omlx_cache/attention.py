@@ -65,8 +65,16 @@ class PagedAttention(nn.Module):
                 f"PagedAttention: the cache must be a PagedCache, got {type(cache).__name__}; call "
                 f"the patched model (or its decoder), not a layer of it"
             )
-        kwargs[_LAYER_ARGUMENT] = cache.layers[self.original.layer_idx]
-        return self.original(*args, **kwargs)
+        layer = cache.layers[self.original.layer_idx]
+        layer.pending = None
+        output = self.original(*args, **{**kwargs, _LAYER_ARGUMENT: layer})
+        if layer.pending is not None:
+            raise RuntimeError(
+                f"omlx_cache: {type(self.original).__name__} stored keys and values but attended "
+                f"with another function; set_attn_implementation can't be used on a patched model, "
+                f"call omlx_cache.unpatch(model) first"
+            )
+        return output
 
 
 class _RefuseBackward(torch.autograd.Function):
@@ -117,6 +125,12 @@ def paged_attention_forward(
                 f"omlx_cache: {type(module).__name__} asks for {name!r}, which the kernels "
                 f"don't know yet"
             )
+    if layer.pending is None or layer.pending[0] is not key or layer.pending[1] is not value:
+        raise NotImplementedError(
+            f"omlx_cache: {type(module).__name__} can't be served: it attends to other keys and "
+            f"values than it has stored; call omlx_cache.unpatch(model)"
+        )
+    layer.pending = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layer.attend(query.detach(), scale)
     if torch.is_grad_enabled() and query.requires_grad:

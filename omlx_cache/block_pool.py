@@ -6,12 +6,15 @@ with ``n`` layers needs room for ``1 / n`` of it twice, never for all of it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier, TierBlocks
 from omlx_kernels.quantization import read_blocks
+
+logger = logging.getLogger(__name__)
 
 
 class MemoryMeter:
@@ -38,7 +41,8 @@ class LayerPool:
 
     def __init__(self, block_format: BlockFormat, device: torch.device, meter: MemoryMeter) -> None:
         self.format, self.device, self._meter = block_format, device, meter
-        self._tiers = {tier: block_format.allocate(tier, 0, device) for tier in Tier}
+        with torch.inference_mode(False):
+            self._tiers = {tier: block_format.allocate(tier, 0, device) for tier in Tier}
         self.blocks = self._layer_blocks()
 
     def fit(self, capacity: Mapping[Tier, int]) -> None:
@@ -49,13 +53,26 @@ class LayerPool:
         if changed:
             self.blocks = self._layer_blocks()
 
+    def shrink(self, capacity: Mapping[Tier, int]) -> None:
+        """Give back the room above ``capacity``, if there is memory to do so; never fails.
+
+        A smaller tensor is allocated before the larger one is let go. Where that can't be, the
+        room stays until there is a better moment: nothing depends on it.
+        """
+        smaller = {t: min(capacity[t], self._tiers[t].num_blocks) for t in Tier}
+        try:
+            self.fit(smaller)
+        except (MemoryError, torch.OutOfMemoryError):
+            logger.warning("no memory to shrink the cache of a layer in; it stays as it is")
+
     def num_bytes(self, tier: Tier) -> int:
         """Bytes allocated for ``tier``, used or not."""
         return self._tiers[tier].num_bytes
 
     def _resize(self, tier: Tier, num_blocks: int) -> None:
         old = self._tiers[tier]
-        new = self.format.allocate(tier, num_blocks, self.device)
+        with torch.inference_mode(False):  # tensors made in it could never be written outside
+            new = self.format.allocate(tier, num_blocks, self.device)
         self._meter.add(new.num_bytes)  # both exist while the content moves
         kept = min(old.num_blocks, num_blocks)
         targets = new.tensors()

@@ -39,8 +39,8 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.group, self._meter, self._inv_freq = group, meter, inv_freq
         self.pool: LayerPool | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # stored, not attended to
         self.num_columns = 0
-        group.layers.append(self)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Fix the format of the layer's blocks from its first keys, [batch, heads, *, head_dim]."""
@@ -55,6 +55,7 @@ class PagedLayer(CacheLayerMixin):
         dtype = value_states.dtype
         block_format = BlockFormat(geometry.block_size, geometry.sink_tokens, heads, dim, dtype)
         self.pool = LayerPool(block_format, key_states.device, self._meter)
+        self.group.pools.append(self.pool)
         self.is_initialized = True
 
     def update(
@@ -82,6 +83,7 @@ class PagedLayer(CacheLayerMixin):
         if tables.sink_slots is not None:
             ops.append_kv(k, v, blocks.sink, tables.sink_slots, rotate_v=rotate_v)
         ops.append_kv(k, v, blocks.hot, tables.slots, rotate_v=rotate_v)
+        self.pending = (key_states, value_states)
         return key_states, value_states
 
     def attend(self, query: torch.Tensor, sm_scale: float) -> torch.Tensor:
@@ -174,6 +176,7 @@ class PagedCache(Cache):
 
     def _build(self, state: PatchState, overrides: dict | None = None) -> None:
         self.config = state.config.model_copy(update=overrides)
+        self.windows = state.spec.windows
         self.meter = MemoryMeter()
         self.groups: list[LayerGroup] = []
         self._valid: np.ndarray | None = None  # [rows, columns] bool; None while all are real
@@ -220,12 +223,19 @@ class PagedCache(Cache):
             )
         if attention_mask is None:
             return np.ones((batch_size, columns), bool)
-        if attention_mask.dim() != 2:
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+            got = getattr(attention_mask, "shape", type(attention_mask).__name__)
             raise NotImplementedError(
-                f"PagedCache: attention_mask must be 2-D [batch, columns], got "
-                f"{attention_mask.dim()}-D; custom masks can't be served from a paged cache"
+                f"PagedCache: attention_mask must be a 2-D tensor [batch, columns], got {got}; "
+                f"custom masks can't be served from a paged cache"
             )
-        mask = attention_mask.detach().to("cpu", torch.bool).numpy()
+        given = attention_mask.detach().cpu()
+        if not ((given == 0) | (given == 1)).all():
+            raise ValueError(
+                "PagedCache: attention_mask must hold 1 for tokens and 0 for padding, got other "
+                "values; an additive mask can't be served"
+            )
+        mask = given.bool().numpy()
         if mask.shape not in ((batch_size, past + columns), (batch_size, columns)):
             raise ValueError(
                 f"PagedCache: attention_mask must be [{batch_size}, {past + columns}] (the "
@@ -274,6 +284,11 @@ class PagedCache(Cache):
         Everything that the pass stores becomes part of the cache when the block ends, and nothing
         of it when the block raises.
         """
+        if any(group.step is not None for group in self.groups):
+            raise RuntimeError(
+                "PagedCache: a cache must be used by one call at a time, got a second one while a "
+                "step is running; give each thread its own omlx_cache.PagedCache(model)"
+            )
         self._ensure_rows(valid.shape[0])
         new_tokens = valid.sum(1).tolist()
         padding = None if valid.all() else valid
@@ -371,12 +386,20 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (a row may come several times, and then shares its blocks)."""
-        chosen = indices.tolist()
+        indices = torch.as_tensor(indices)
         rows = len(self.groups[0].rows)
         if not rows:
             return
         if indices.dtype == torch.bool:
-            chosen = indices.nonzero().flatten().tolist()
+            if indices.shape != (rows,):
+                raise ValueError(
+                    f"PagedCache: a mask of rows must be [{rows}], got {list(indices.shape)}"
+                )
+            indices = indices.nonzero().flatten()
+        chosen = indices.tolist()
+        if not chosen:
+            self.reset()
+            return
         wrong = [i for i in chosen if not -rows <= i < rows]
         if wrong:
             raise ValueError(

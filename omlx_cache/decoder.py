@@ -44,10 +44,12 @@ def run_decoder(state: PatchState, original: Callable, args: tuple, kwargs: dict
     is_new = cache is None
     if is_new:
         cache = PagedCache.for_patch(state, unquantized=not use_cache)
-    _check_cache(cache, decoder)
+    _check_cache(cache, state)
+    if is_new:
+        _refuse_packed_sequences(kwargs)
     batch, columns = _batch_and_columns(kwargs)
     valid = cache.valid_columns(kwargs.pop("attention_mask", None), batch, columns)
-    chunk = cache.config.prefill_chunk or max(columns, 1)
+    chunk = (cache.config.prefill_chunk if state.spec.chunkable else None) or max(columns, 1)
     cache.require(valid, chunk)
 
     name = cache_name(type(decoder).forward)
@@ -95,17 +97,29 @@ def _refuse_what_cannot_be_served(decoder: nn.Module, kwargs: dict) -> None:
         )
 
 
-def _check_cache(cache: Any, decoder: nn.Module) -> None:
+def _refuse_packed_sequences(kwargs: dict) -> None:
+    """Refuse several texts in one row, told apart by position ids that start again."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None or positions.dim() != 2:
+        return
+    if positions.shape[1] > 1 and (positions.diff(dim=-1) <= 0).any():
+        raise NotImplementedError(
+            "omlx_cache: position_ids must increase along a row, got ids that start again; packed "
+            "sequences can't be served, pass them as rows of a padded batch"
+        )
+
+
+def _check_cache(cache: Any, state: PatchState) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
             f"omlx_cache: the cache of a patched model must be a PagedCache, got "
             f"{type(cache).__name__}; pass omlx_cache.PagedCache(model), or no cache at all"
         )
-    layers = decoder.config.num_hidden_layers
-    if len(cache) != layers:
+    if cache.windows != state.spec.windows:
         raise ValueError(
-            f"omlx_cache: the cache must be made for this model ({layers} layers), got one for "
-            f"{len(cache)} layers; pass omlx_cache.PagedCache(model)"
+            f"omlx_cache: the cache must be made for this model "
+            f"({len(state.spec.windows)} layers), got one for {len(cache)} layers, or with other "
+            f"windows; pass omlx_cache.PagedCache(model)"
         )
 
 

@@ -14,14 +14,19 @@ from omlx_cache.patch_state import state_of
 
 
 def run_generate(
-    model: nn.Module, original: Callable, inputs: Any, generation_config: Any, kwargs: dict
+    model: nn.Module,
+    original: Callable,
+    inputs: Any,
+    generation_config: Any,
+    args: tuple,
+    kwargs: dict,
 ) -> Any:
     """Call the model's own ``generate`` with a `PagedCache`.
 
     Args:
         model: the patched model.
         original: its own bound ``generate``.
-        inputs, generation_config, kwargs: what the caller passed.
+        inputs, generation_config, args, kwargs: what the caller passed.
 
     Raises:
         TypeError: for a cache that isn't a `PagedCache`.
@@ -52,7 +57,7 @@ def run_generate(
         _check_reuse(cache, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
         kwargs[cache_name(type(model).forward)] = cache
     try:
-        return original(inputs, generation_config, **kwargs)
+        return original(inputs, generation_config, *args, **kwargs)
     finally:
         if cache is not None:
             state.used(cache, snapshot=True)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from omlx_cache.compat import PretrainedConfig, PreTrainedModel, uses_attention_interface
+from omlx_cache.compat import (
+    CACHE_NAMES,
+    PretrainedConfig,
+    PreTrainedModel,
+    uses_attention_interface,
+)
 from omlx_cache.rotary import inverse_frequencies
 
 TESTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """``config.model_type`` of the families that the tests compare with the stock model."""
+
+_WRONG = {
+    "opt": "its positions follow the attention mask, which the paged decoder doesn't hand on",
+    "moshi": "its configuration names a window that the model doesn't apply",
+    "doge": "it builds its own attention masks",
+    "diffllama": "it attends twice to what it stores once",
+    "jetmoe": "it repeats its keys and values before it attends to them",
+}
+"""Families that look as if they could be served, and can't."""
 
 _SERVED_LAYERS = ("full_attention", "sliding_attention")
 
@@ -34,6 +49,8 @@ class ModelSpec:
         sites: its attention modules, in the order of ``layer_idx``.
         windows: each layer's own window in tokens, itself included; None is full attention.
         trained_length: tokens that the model was trained for; None when its config doesn't say.
+        chunkable: whether a prompt may run in chunks; not where the rotary frequencies follow the
+            length of what runs at once.
         inv_freqs: each layer's rotary frequencies, see `omlx_cache.rotary`; None where its queries
             can't be stood at another position.
     """
@@ -42,6 +59,7 @@ class ModelSpec:
     sites: tuple[AttentionSite, ...]
     windows: tuple[int | None, ...]
     trained_length: int | None
+    chunkable: bool
     inv_freqs: tuple[torch.Tensor | None, ...]
 
 
@@ -61,7 +79,11 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 
     if reason := _config_reason(model.config, config):
         raise refuse(reason)
+    if model.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise refuse(f"its dtype must be float16, bfloat16 or float32, got {model.dtype}")
     decoder = model.get_decoder()
+    if not set(CACHE_NAMES) & set(inspect.signature(type(decoder).forward).parameters):
+        raise refuse("its decoder takes no argument named cache or past_key_values")
     sites = [
         AttentionSite(parent, child_name, child)
         for parent in decoder.modules()
@@ -80,11 +102,20 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
             raise refuse(reason)
     trained = getattr(config, "max_position_embeddings", None)
     inv_freqs = tuple(inverse_frequencies(decoder, site.module) for site in sites)
-    return ModelSpec(decoder, tuple(sites), _layer_windows(config), trained, inv_freqs)
+    windows = _layer_windows(config)
+    return ModelSpec(decoder, tuple(sites), windows, trained, _has_static_rope(decoder), inv_freqs)
+
+
+def _has_static_rope(decoder: nn.Module) -> bool:
+    rope_type = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "default")
+    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return not any(kind in ("dynamic", "longrope") for kind in types)
 
 
 def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
     """Return why a model of this configuration can't be served; None when it can."""
+    if text.model_type in _WRONG:
+        return _WRONG[text.model_type]
     if config.is_encoder_decoder:
         return "it is an encoder-decoder; only decoder-only models have one growing cache"
     if getattr(text, "kv_lora_rank", None):

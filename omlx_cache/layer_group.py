@@ -10,22 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceType
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
-from omlx_cache.block_pool import copy_blocks, reopen_block
+from omlx_cache.block_pool import LayerPool, copy_blocks, reopen_block
 from omlx_cache.plan import StepPlan
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.launch import blocks_per_split
 from omlx_kernels.layout import BLOCK_TIERS, Tier
-
-if TYPE_CHECKING:
-    from omlx_cache.cache import PagedLayer
 
 
 @lru_cache
@@ -59,7 +55,7 @@ class LayerGroup:
         self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
         self.pages = BlockAllocator([Tier.SINK])
         self.rows: list[Sequence] = []
-        self.layers: list[PagedLayer] = []
+        self.pools: list[LayerPool] = []  # of the layers that have run
         self.step: StepPlan | None = None
         self.keep_past = False
 
@@ -82,7 +78,7 @@ class LayerGroup:
             return
         lengths = [row.length for row in self.rows]
         first = [self._first_live(row) for row in self.rows]
-        needed, worst = 0, 0
+        needed, worst = self._shared_tails(steps), 0
         for new_tokens in steps:
             before = lengths
             lengths = [n + new for n, new in zip(before, new_tokens, strict=True)]
@@ -91,14 +87,31 @@ class LayerGroup:
                 for old, after in zip(before, lengths, strict=True)
             )
             worst = max(worst, needed)
-            if self.keep_past:
-                continue
+            if self.keep_past or self._is_sharing():
+                continue  # what a row releases may stay with others: count nothing as freed
             released = map(self.geometry.num_released, lengths)
             still_live = [max(pair) for pair in zip(first, released, strict=True)]
             needed -= sum(still_live) - sum(first)
             first = still_live
         if worst > free:
             raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
+
+    def _is_sharing(self) -> bool:
+        listed = [(b.tier, b.index) for row in self.rows for b in row.blocks]
+        return len(set(listed)) < len(listed)
+
+    def _shared_tails(self, steps: SequenceType[SequenceType[int]]) -> int:
+        """Return how many rows will write to a block that others hold too, and so copy it."""
+        size = self.geometry.block_size
+        writes = [any(new[i] for new in steps) for i in range(len(self.rows))]
+        tails = [
+            row.blocks[-1] for row, w in zip(self.rows, writes, strict=True) if w and row.blocks
+        ]
+        lengths = [row.length for row, w in zip(self.rows, writes, strict=True) if w and row.blocks]
+        return sum(
+            tail.start + size > length and self.blocks.refs(tail.tier, tail.index) > 1
+            for tail, length in zip(tails, lengths, strict=True)
+        )
 
     def _first_live(self, row: Sequence) -> int:
         """Return the number of blocks that the row has already released."""
@@ -122,7 +135,7 @@ class LayerGroup:
         """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split."""
         if device.type != "cuda":
             return max(row_blocks, default=0) or 1
-        kv_heads = self.layers[0].pool.format.num_kv_heads
+        kv_heads = self.pools[0].format.num_kv_heads
         return blocks_per_split(row_blocks, kv_heads, num_multiprocessors(device))
 
     def commit(self) -> None:
@@ -144,24 +157,18 @@ class LayerGroup:
         moves = {tier: self.blocks.compact(tier) for tier in BLOCK_TIERS}
         moves[Tier.SINK] = self.pages.compact(Tier.SINK)
         if any(moves.values()):
-            for layer in self.layers:
-                if layer.pool is not None:
-                    for tier, pairs in moves.items():
-                        copy_blocks(layer.pool.blocks.tier(tier), list(pairs.items()))
+            for pool in self.pools:
+                for tier, pairs in moves.items():
+                    copy_blocks(pool.blocks.tier(tier), list(pairs.items()))
             for row in self.rows:
                 row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
                 row.blocks = [
                     replace(block, index=moves[block.tier].get(block.index, block.index))
                     for block in row.blocks
                 ]
-        self.fit_layers()
-
-    def fit_layers(self) -> None:
-        """Shrink or grow the tensors of the layers that exist to what the allocators say."""
         capacity = self.capacity()
-        for layer in self.layers:
-            if layer.pool is not None:
-                layer.pool.fit(capacity)
+        for pool in self.pools:
+            pool.shrink(capacity)
 
     def select(self, indices: SequenceType[int]) -> None:
         """Make row ``i`` a holder of what row ``indices[i]`` held; rows not named let go."""
@@ -215,9 +222,16 @@ class LayerGroup:
         """Remove each row's last tokens, and the blocks that its window has left behind.
 
         A quantized block that is cut is re-opened as hot.
+
+        Raises:
+            OutOfMemoryError: when there is no room to re-open one; nothing is changed.
         """
-        for row, count in zip(self.rows, removed, strict=True):
+        reopened = self._reopen_cut_blocks(removed)
+        for row, count, new in zip(self.rows, removed, reopened, strict=True):
             row.length -= count
+            if new is not None:
+                self._let_go([b for b in row.blocks if b.start == new.start], None)
+                row.blocks = [new if b.start == new.start else b for b in row.blocks]
             gone = [
                 b
                 for b in row.blocks
@@ -228,23 +242,34 @@ class LayerGroup:
             if not row.length and row.sink_page is not None:
                 self._let_go([], row.sink_page)
                 row.sink_page = None
-            cut = self._cut_block(row, row.length)
-            if cut is not None:
-                row.blocks[-1] = self._reopen(cut)
         self._settle()
 
+    def _reopen_cut_blocks(self, removed: SequenceType[int]) -> list[StoredBlock | None]:
+        """Copy each quantized block that a shorter row would end in to a hot block of its own."""
+        taken: list[StoredBlock | None] = []
+        try:
+            for row, count in zip(self.rows, removed, strict=True):
+                cut = self._cut_block(row, row.length - count)
+                taken.append(None if cut is None else self._reopen(cut))
+        except BaseException:
+            self._let_go([block for block in taken if block is not None], None)
+            self._settle()
+            raise
+        return taken
+
     def _reopen(self, block: StoredBlock) -> StoredBlock:
-        """Turn one holder's share of a quantized block into a hot block of its own."""
-        shared = self.blocks.refs(block.tier, block.index) > 1
-        if shared:
+        """Write one holder's share of a quantized block into a hot block."""
+        if self.blocks.refs(block.tier, block.index) > 1:
             (index,) = self.blocks.allocate(Tier.HOT, 1)
         else:
             index = self.blocks.begin_replace(block.tier, block.index, Tier.HOT)
-        self.fit_layers()
-        for layer in self.layers:
-            if layer.pool is not None:
-                reopen_block(layer.pool.blocks, block.tier, block.index, index)
-        self._let_go([block], None)
+        try:
+            for pool in self.pools:
+                pool.fit(self.capacity())
+                reopen_block(pool.blocks, block.tier, block.index, index)
+        except BaseException:
+            self.blocks.release(Tier.HOT, index)
+            raise
         return StoredBlock(block.start, Tier.HOT, index)
 
     def _let_go(self, blocks: list[StoredBlock], sink_page: int | None) -> None:

@@ -27,7 +27,7 @@ class PatchState:
     Attributes:
         config: configuration of the caches that the model builds from now on.
         spec: what was read from the model.
-        attn_implementations: (configuration object, its attention implementation before).
+        configs: (module, the configuration object that it read before).
         methods: (module, method name, the instance attribute before or None) replaced.
         last_cache: the cache that the model used last, while it lives.
         last_report: that cache's last snapshot, which outlives it.
@@ -35,7 +35,7 @@ class PatchState:
 
     config: CacheConfig
     spec: ModelSpec
-    attn_implementations: list[tuple[Any, str | None]] = field(default_factory=list)
+    configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
     methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     last_cache: weakref.ref[PagedCache] | None = None
     last_report: CacheReport | None = None
@@ -51,11 +51,17 @@ class PatchState:
         if snapshot:
             self.last_report = cache.report()
 
+    def __getstate__(self) -> dict:
+        raise TypeError(
+            "omlx_cache: a patched model can't be pickled; call omlx_cache.unpatch(model) first, "
+            "or use model.save_pretrained(), which works on a patched model"
+        )
+
     def __deepcopy__(self, memo: dict) -> PatchState:
         """Copy for a copied model; caches of the original are not the copy's."""
         copied = memo[id(self)] = PatchState(self.config, None)  # the modules refer back to it
         copied.spec = copy.deepcopy(self.spec, memo)
-        copied.attn_implementations = copy.deepcopy(self.attn_implementations, memo)
+        copied.configs = copy.deepcopy(self.configs, memo)
         copied.methods = copy.deepcopy(self.methods, memo)
         return copied
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
@@ -56,7 +58,7 @@ def patch(
     """
     cache_config = CacheConfig.resolve(config, **overrides)
     inner = unwrap(model)
-    check_model_bits(cache_config, gptq_bits(model))
+    check_model_bits(cache_config, _weight_bits(model, inner))
     state = find_state(inner)
     if state is not None:
         state.config = cache_config
@@ -65,14 +67,7 @@ def patch(
     register()
     for site in state.spec.sites:
         setattr(site.parent, site.name, PagedAttention(site.module))
-    configs = [
-        inner.config,
-        state.spec.decoder.config,
-        *(s.module.config for s in state.spec.sites),
-    ]
-    for owner in {id(c): c for c in configs}.values():
-        state.attn_implementations.append((owner, owner._attn_implementation))
-        owner._attn_implementation = ATTENTION_NAME
+    _give_own_configs(state)
     _replace_method(state, state.spec.decoder, "forward", _decoder_forward)
     _replace_method(state, inner, "generate", _generate)
     return model
@@ -89,8 +84,8 @@ def unpatch(model: Model) -> Model:
         return model
     for site in state.spec.sites:
         setattr(site.parent, site.name, site.module)
-    for owner, implementation in state.attn_implementations:
-        owner._attn_implementation = implementation
+    for module, config in state.configs:
+        module.config = config
     for module, name, before in state.methods:
         if before is None:
             del module.__dict__[name]
@@ -147,6 +142,28 @@ def report(model_or_cache: Any) -> CacheReport:
     return state.last_report
 
 
+def _weight_bits(model: Any, inner: nn.Module) -> int | None:
+    """Return the bits of a weight: of its codes, or of its dtype where it has none."""
+    if getattr(inner.config, "quantization_config", None) is not None:
+        return gptq_bits(model)
+    return gptq_bits(model) or inner.dtype.itemsize * 8
+
+
+def _give_own_configs(state: PatchState) -> None:
+    """Let the decoder and its attention modules read a configuration that names our attention.
+
+    It is a copy: other models may share the original, and `model.config` stays what it was.
+    """
+    copies: dict[int, Any] = {}
+    for module in (state.spec.decoder, *(site.module for site in state.spec.sites)):
+        config = module.config
+        state.configs.append((module, config))
+        if id(config) not in copies:
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)]._attn_implementation = ATTENTION_NAME
+        module.config = copies[id(config)]
+
+
 def _replace_method(state: PatchState, module: nn.Module, name: str, function: Callable) -> None:
     """Shadow a method by an instance attribute, and remember what stood there."""
     state.methods.append((module, name, module.__dict__.get(name)))
@@ -161,11 +178,13 @@ def _original(owner: nn.Module, name: str) -> Callable:
     return before if before is not None else getattr(type(owner), name).__get__(owner)
 
 
+@torch.compiler.disable
 def _decoder_forward(self: nn.Module, *args, **kwargs):
     """Stand in for the decoder's forward."""
     return run_decoder(attached_state(self), _original(self, "forward"), args, kwargs)
 
 
-def _generate(self: nn.Module, inputs=None, generation_config=None, **kwargs):
+def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwargs):
     """Stand in for the model's generate."""
-    return run_generate(self, _original(self, "generate"), inputs, generation_config, kwargs)
+    original = _original(self, "generate")
+    return run_generate(self, original, inputs, generation_config, args, kwargs)

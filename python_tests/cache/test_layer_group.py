@@ -262,7 +262,7 @@ def test_splits_are_sized_for_a_gpu_and_cover_each_tier_once(monkeypatch):
     group.begin([64 * 40, 70], None)
     group.commit()
     pool = SimpleNamespace(format=SimpleNamespace(num_kv_heads=8))
-    group.layers = [SimpleNamespace(pool=pool)]
+    group.pools = [pool]
     monkeypatch.setattr(layer_group, "num_multiprocessors", lambda device: 82)
     size = group._split_size([40, 1], torch.device("cuda"))
     assert 1 <= size < 40
