@@ -94,9 +94,7 @@ def extend_config(target: Target, block_d: int, dtype: str, rows: int) -> TileCo
         config = TileConfig(16, 32, num_warps=8, num_stages=2)
     elif arch in WGMMA:
         config = TileConfig(128, 64, num_warps=8, num_stages=2)
-    elif block_d <= 64 and arch != 120:
-        config = TileConfig(64, 64, num_warps=4, num_stages=2)
-    elif dtype == "float16":
+    elif block_d <= 64 or dtype == "float16":
         config = TileConfig(64, 64, num_warps=8, num_stages=2)
     else:  # bfloat16 queries are turned into float16 for K8V8 and held in registers
         config = TileConfig(16 if arch == 120 else 32, 64, num_warps=4, num_stages=2)
