@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omlx_cache.cache import PagedCache, PagedLayer
+from omlx_cache.cache import PagedCache
 from omlx_cache.compat import CACHE_NAMES, register_attention
+from omlx_cache.paged_layer import PagedLayer
 
 ATTENTION_NAME = "omlx_paged"
 """``config._attn_implementation`` of a patched model."""

@@ -13,130 +13,17 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
-from omlx_cache.cache_report import CacheReport
-from omlx_cache.compat import Cache, CacheLayerMixin
+from omlx_cache.block_pool import MemoryMeter
+from omlx_cache.cache_report import CacheReport, report_of
+from omlx_cache.compat import Cache
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.policy.tiering import TierPolicy
-from omlx_cache.rotary import rotate
 from omlx_cache.sequences import Geometry, Sequence
-from omlx_kernels import ops
-from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier
 
 _UNQUANTIZED = {"cache_bits": 16, "tiers": None, "max_gpu_blocks": None}
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer's share of a `PagedCache`: its pool, and the group that it belongs to."""
-
-    is_croppable = True
-
-    def __init__(
-        self, group: LayerGroup, meter: MemoryMeter, inv_freq: torch.Tensor | None
-    ) -> None:
-        super().__init__()
-        self.group, self._meter, self._inv_freq = group, meter, inv_freq
-        self.pool: LayerPool | None = None
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # stored, not attended to
-        self.num_columns = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Fix the format of the layer's blocks from its first keys, [batch, heads, *, head_dim]."""
-        if key_states.shape != value_states.shape:
-            raise NotImplementedError(
-                f"PagedCache: keys and values must have one shape, got "
-                f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
-            )
-        geometry = self.group.geometry
-        heads, dim = key_states.shape[1], key_states.shape[3]
-        # Under autocast the rotary embedding widens the keys; the values are as projected.
-        dtype = value_states.dtype
-        block_format = BlockFormat(geometry.block_size, geometry.sink_tokens, heads, dim, dtype)
-        self.pool = LayerPool(block_format, key_states.device, self._meter)
-        self.group.pools.append(self.pool)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values, [batch, kv_heads, columns, head_dim]; return them."""
-        step = self.group.step
-        if step is None:
-            raise RuntimeError(
-                "PagedCache.update must be called inside a step of the model that the cache was "
-                "made for; call omlx_cache.patch(model) and then model(..., cache=cache)"
-            )
-        if self.pool is None:
-            self.lazy_initialization(key_states, value_states)
-        self.pool.fit(self.group.capacity())
-        blocks, tables = self.pool.blocks, step.tables(key_states.device)
-        copy_blocks(blocks.hot, step.copies)
-        copy_blocks(blocks.sink, step.page_copies)
-        # [batch, heads, columns, dim] -> [batch * columns, heads, dim]
-        dtype = self.pool.format.dtype
-        k, v = (
-            x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)
-        )
-        rotate_v = self.group.policy.rotates_values
-        if tables.sink_slots is not None:
-            ops.append_kv(k, v, blocks.sink, tables.sink_slots, rotate_v=rotate_v)
-        ops.append_kv(k, v, blocks.hot, tables.slots, rotate_v=rotate_v)
-        self.pending = (key_states, value_states)
-        return key_states, value_states
-
-    def attend(self, query: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        """Attend to everything stored, then convert the blocks that age in this step.
-
-        Args:
-            query: [batch, num_q_heads, columns, head_dim].
-            sm_scale: factor on the scores.
-
-        Returns:
-            [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
-        """
-        blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
-        batch, heads, columns, dim = query.shape
-        q = query.to(self.pool.format.dtype).transpose(1, 2).reshape(batch * columns, heads, dim)
-        packed = q if tables.token_index is None else q[tables.token_index]
-        out = ops.paged_attention(
-            packed,
-            blocks,
-            tables.meta,
-            sm_scale=sm_scale,
-            window_size=self.group.geometry.window_size,
-            keep_sinks=self.group.keep_sinks,
-            rotated_v=self.group.policy.rotates_values,
-            sink_q=self._sink_query(packed, tables.sink_offsets),
-        )
-        if tables.token_index is not None:
-            out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
-        for old, new, old_ids, new_ids in tables.convert:
-            ops.convert_blocks(blocks.tier(old), blocks.tier(new), old, new, old_ids, new_ids)
-        return out.view(batch, columns, heads, dim).to(query.dtype)
-
-    def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the queries as they look at the sinks outside of the window; None: as they are."""
-        group = self.group
-        if offsets is None or self._inv_freq is None or not group.keep_sinks:
-            return None
-        if not group.geometry.sink_tokens:
-            return None
-        self._inv_freq = self._inv_freq.to(q.device)
-        return rotate(q, offsets, self._inv_freq)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (columns that a mask covers, offset of the first)."""
-        return self.num_columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Columns seen so far, padding included."""
-        return self.num_columns
-
-    def get_max_length(self) -> int:
-        """Return -1: no bound on the columns."""
-        return -1
 
 
 class PagedCache(Cache):
@@ -412,38 +299,7 @@ class PagedCache(Cache):
 
     def report(self) -> CacheReport:
         """Take a snapshot of what the cache holds."""
-        bytes_by_tier = {tier.name.lower(): 0 for tier in Tier}
-        unquantized = 0
-        for layer in self.layers:
-            if layer.pool is None:
-                continue
-            for tier in Tier:
-                bytes_by_tier[tier.name.lower()] += layer.pool.num_bytes(tier)
-            block_format = layer.pool.format
-            per_token = block_format.bytes_per_block(Tier.HOT) // block_format.block_size
-            unquantized += per_token * sum(row.length for row in layer.group.rows)
-        stored = [_tokens_in_blocks(group) for group in self.groups]
-        active = sum(group.blocks.num_used for group in self.groups)
-        rooms = [
-            group.blocks.max_blocks or sum(group.blocks.capacity(tier) for tier in BLOCK_TIERS)
-            for group in self.groups
-        ]
-        # Shared blocks hold their tokens for several rows; utilization counts them once.
-        slots = active * self.config.block_size
-        first = self.groups[0]
-        sinks = [min(row.length, first.geometry.sink_tokens) for row in first.rows]
-        return CacheReport(
-            active_blocks=active,
-            total_blocks=sum(rooms),
-            bytes_by_tier=bytes_by_tier,
-            total_bytes=sum(bytes_by_tier.values()),
-            peak_bytes=self.meter.peak,
-            unquantized_bytes=unquantized,
-            block_utilization=sum(stored) / slots if slots else 0.0,
-            cached_tokens=sum(sinks) + _tokens_in_rows(first),
-            seen_tokens=sum(row.length for row in first.rows),
-            num_sequences=len(first.rows),
-        )
+        return report_of(self)
 
 
 def _effective_window(
@@ -457,18 +313,3 @@ def _effective_window(
     if own is not None and (window is None or own <= window):
         return own, False
     return window, True
-
-
-def _tokens_in_rows(group: LayerGroup) -> int:
-    """Tokens that the rows' live blocks hold, shared blocks counted for each row."""
-    size = group.geometry.block_size
-    return sum(min(size, row.length - b.start) for row in group.rows for b in row.blocks)
-
-
-def _tokens_in_blocks(group: LayerGroup) -> int:
-    """Tokens that the group's blocks hold, shared blocks counted once."""
-    size = group.geometry.block_size
-    held = {
-        (b.tier, b.index): min(size, row.length - b.start) for row in group.rows for b in row.blocks
-    }
-    return sum(held.values())

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from omlx_cache.layer_group import LayerGroup
+from omlx_kernels.layout import BLOCK_TIERS, Tier
+
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
 
 
 @dataclass(frozen=True)
@@ -50,3 +57,54 @@ class CacheReport:
             f"({self.block_utilization:.0%} full), {self.total_bytes / mb:.2f} MB ({tiers}), "
             f"peak {self.peak_bytes / mb:.2f} MB, {saved:.0%} saved"
         )
+
+
+def report_of(cache: PagedCache) -> CacheReport:
+    """Take a snapshot of what a cache holds."""
+    bytes_by_tier = {tier.name.lower(): 0 for tier in Tier}
+    unquantized = 0
+    for layer in cache.layers:
+        if layer.pool is None:
+            continue
+        for tier in Tier:
+            bytes_by_tier[tier.name.lower()] += layer.pool.num_bytes(tier)
+        block_format = layer.pool.format
+        per_token = block_format.bytes_per_block(Tier.HOT) // block_format.block_size
+        unquantized += per_token * sum(row.length for row in layer.group.rows)
+    stored = [_tokens_in_blocks(group) for group in cache.groups]
+    active = sum(group.blocks.num_used for group in cache.groups)
+    rooms = [
+        group.blocks.max_blocks or sum(group.blocks.capacity(tier) for tier in BLOCK_TIERS)
+        for group in cache.groups
+    ]
+    # Shared blocks hold their tokens for several rows; utilization counts them once.
+    slots = active * cache.config.block_size
+    first = cache.groups[0]
+    sinks = [min(row.length, first.geometry.sink_tokens) for row in first.rows]
+    return CacheReport(
+        active_blocks=active,
+        total_blocks=sum(rooms),
+        bytes_by_tier=bytes_by_tier,
+        total_bytes=sum(bytes_by_tier.values()),
+        peak_bytes=cache.meter.peak,
+        unquantized_bytes=unquantized,
+        block_utilization=sum(stored) / slots if slots else 0.0,
+        cached_tokens=sum(sinks) + _tokens_in_rows(first),
+        seen_tokens=sum(row.length for row in first.rows),
+        num_sequences=len(first.rows),
+    )
+
+
+def _tokens_in_rows(group: LayerGroup) -> int:
+    """Tokens that the rows' live blocks hold, shared blocks counted for each row."""
+    size = group.geometry.block_size
+    return sum(min(size, row.length - b.start) for row in group.rows for b in row.blocks)
+
+
+def _tokens_in_blocks(group: LayerGroup) -> int:
+    """Tokens that the group's blocks hold, shared blocks counted once."""
+    size = group.geometry.block_size
+    held = {
+        (b.tier, b.index): min(size, row.length - b.start) for row in group.rows for b in row.blocks
+    }
+    return sum(held.values())
