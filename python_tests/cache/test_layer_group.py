@@ -49,7 +49,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.group = new_group(sinks, window, recent, max_blocks, ranges)
         self.group.rows = [Sequence() for _ in range(rows)]
         self.lengths = [0] * rows
-        self.reopened = False
+        self.reopened = False  # whether a block may be warmer than its age until the next step
 
     def snapshot(self):
         return [(r.length, r.sink_page, list(r.blocks)) for r in self.group.rows]
@@ -102,6 +102,7 @@ class GroupMachine(RuleBasedStateMachine):
         count = len(self.lengths)
         chosen = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4))
         self.group.select(chosen)
+        self.reopened = True  # what another row kept warm ages at the next step only
         self.lengths = [self.lengths[i] for i in chosen]
 
     @rule(keep=st.booleans())

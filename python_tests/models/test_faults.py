@@ -12,6 +12,7 @@ from tiny import greedy, random_ids, tiny_model
 from transformers import LlamaForCausalLM, LogitsProcessorList
 
 import omlx_cache
+from omlx_cache.attention import ATTENTION_NAME
 from omlx_cache.compat import cache_name
 from omlx_kernels.layout import BlockFormat
 
@@ -40,10 +41,15 @@ def test_models_that_share_a_configuration_are_patched_apart():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_another_attention_on_a_patched_model_is_noticed(implementation):
-    model = omlx_cache.patch(tiny_model())
+    model, inputs = tiny_model(), {"input_ids": random_ids(1, 30)}
+    want = greedy(model, inputs, 5)
+    omlx_cache.patch(model, cache_bits=16)
     model.set_attn_implementation(implementation)
+    if model.model.config._attn_implementation == ATTENTION_NAME:  # 5.17 doesn't reach our copy
+        assert torch.equal(greedy(model, inputs, 5), want)
+        return
     with pytest.raises(RuntimeError, match="attended with another function"):
-        greedy(model, {"input_ids": random_ids(1, 30)}, 5)
+        greedy(model, inputs, 5)
 
 
 @pytest.mark.parametrize("window", [None, 100])
