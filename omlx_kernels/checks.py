@@ -65,6 +65,18 @@ def check_convert(
             raise ValueError(describe(op, name, expected, _shape(ids), "call .to(torch.int32)"))
 
 
+def check_copy(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """Check `copy_blocks`'s arguments."""
+    for name, ids in (("src_ids", src_ids), ("dst_ids", dst_ids)):
+        if ids.dtype != torch.int32 or ids.dim() != 1 or ids.shape != src_ids.shape:
+            expected = f"int32 [num_blocks={src_ids.numel()}]"
+            got = _shape(ids)
+            raise ValueError(describe("copy_blocks", name, expected, got, "call .to(torch.int32)"))
+        if ids.device != blocks.k.device:
+            expected = f"on {blocks.k.device} like the blocks"
+            raise ValueError(describe("copy_blocks", name, expected, str(ids.device)))
+
+
 def check_attention(
     q: torch.Tensor,
     blocks: LayerBlocks,
@@ -73,6 +85,7 @@ def check_attention(
     sink_q: torch.Tensor | None,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
+    split_mass: torch.Tensor | None = None,
 ) -> None:
     """Check `paged_attention`'s arguments; the tables were checked when they were made."""
     op = "paged_attention"
@@ -92,5 +105,12 @@ def check_attention(
     if sink_logits is not None and sink_logits.shape != q.shape[1:2]:
         expected = f"[num_q_heads={q.shape[1]}]"
         raise ValueError(describe(op, "sink_logits", expected, _shape(sink_logits)))
+    if split_mass is not None:
+        shape = (meta.splits.shape[0], q.shape[1])
+        wrong = split_mass.dtype != torch.float32 or split_mass.shape != shape
+        if wrong or split_mass.device != q.device or not split_mass.is_contiguous():
+            expected = f"contiguous float32 [num_splits={shape[0]}, num_q_heads={shape[1]}]"
+            expected += f" on {q.device}"
+            raise ValueError(describe(op, "split_mass", expected, _shape(split_mass)))
     if meta.seq_lens.device != q.device:
         raise ValueError(describe(op, "meta", f"on {q.device}", f"{meta.seq_lens.device}"))

@@ -17,7 +17,7 @@ within a tier. Blocks that a window has released or that were pruned are simply 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,6 +90,18 @@ class AttentionMetadata:
             if x.device != self.seq_lens.device:
                 expected = f"on {self.seq_lens.device} like seq_lens"
                 raise ValueError(describe("AttentionMetadata", name, expected, str(x.device)))
+
+    def newest_queries(self) -> tuple[AttentionMetadata, torch.Tensor]:
+        """Describe a decode step over the newest query of each sequence.
+
+        Returns:
+            The tables of that step, and [tokens] int64: the rows of this step's ``q`` that it
+            asks for. Sequences without a query have none there either. Reads back from the device.
+        """
+        ends = self.query_start_loc[1:].long()
+        asks = ends > self.query_start_loc[:-1]
+        starts = torch.cat([asks.new_zeros(1), asks]).cumsum(0).int()
+        return replace(self, query_start_loc=starts, max_query_len=1), ends[asks] - 1
 
     @property
     def num_seqs(self) -> int:

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
 import torch
 
-from omlx_kernels.checks import check_append, check_attention, check_convert
+from omlx_kernels.checks import check_append, check_attention, check_convert, check_copy
 from omlx_kernels.layout import LayerBlocks, Tier, TierBlocks
 from omlx_kernels.metadata import AttentionMetadata
 
@@ -126,6 +127,25 @@ def convert_blocks(
         implementation(src.k.device).convert_blocks(src, dst, src_tier, dst_tier, src_ids, dst_ids)
 
 
+def copy_blocks(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """Copy whole blocks (or sink pages) of one tier, codes and scales, bit for bit.
+
+    Args:
+        blocks: blocks of any tier.
+        src_ids: [num_blocks] int32 physical ids to copy from; an id may come several times.
+        dst_ids: [num_blocks] int32 physical ids to copy to, distinct, none of them in ``src_ids``.
+
+    Mutates:
+        ``blocks``, every part of the blocks ``dst_ids``.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or device, before anything is written.
+    """
+    check_copy(blocks, src_ids, dst_ids)
+    if src_ids.numel():
+        implementation(blocks.k.device).copy_blocks(blocks, src_ids, dst_ids)
+
+
 def paged_attention(
     q: torch.Tensor,
     blocks: LayerBlocks,
@@ -138,6 +158,7 @@ def paged_attention(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the newest tokens of each sequence to everything that the sequence has stored.
 
@@ -163,26 +184,39 @@ def paged_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them (Gemma 2).
         sink_logits: [num_q_heads] learned scores that take part in the softmax and carry no value
             (GPT-OSS); never capped.
+        split_mass: [num_splits, num_q_heads] float32, contiguous, written: the share of the
+            attention of each sequence's *newest* query that falls on the keys of each of
+            ``meta.splits``, 0 for a sequence without queries. With one block a split it is the
+            mass of each block. A sequence's shares add up to 1, less what a learned sink takes.
 
     Returns:
         [num_tokens, num_q_heads, head_dim], contiguous, in q's dtype. A query that sees no key
         gives 0.
 
+    Mutates:
+        ``split_mass``.
+
     Raises:
         ValueError: for a wrong shape, dtype, device or window.
     """
-    check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits)
+    check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits, split_mass)
+    if split_mass is not None:
+        split_mass.zero_()
     if not q.shape[0]:
         return torch.empty_like(q)
-    return implementation(q.device).paged_attention(
-        q,
-        blocks,
-        meta,
+    attend = partial(
+        implementation(q.device).paged_attention,
         sm_scale=sm_scale,
         window_size=window_size,
         keep_sinks=keep_sinks,
         rotated_v=rotated_v,
-        sink_q=sink_q,
         softcap=softcap,
         sink_logits=sink_logits,
     )
+    if split_mass is None or meta.max_query_len == 1:
+        return attend(q, blocks, meta, sink_q=sink_q, split_mass=split_mass)
+    # The splits, and so their mass, belong to decode: ask again for the newest query alone.
+    newest, rows = meta.newest_queries()
+    newest_sink_q = None if sink_q is None else sink_q[rows]
+    attend(q[rows], blocks, newest, sink_q=newest_sink_q, split_mass=split_mass)
+    return attend(q, blocks, meta, sink_q=sink_q)

@@ -51,6 +51,13 @@ def convert_blocks(
                     getattr(dst, part)[j] = getattr(src, part)[i]
 
 
+def copy_blocks(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """Copy blocks one by one; see `omlx_kernels.ops.copy_blocks`."""
+    for i, j in zip(src_ids.tolist(), dst_ids.tolist(), strict=True):
+        for tensor in blocks.tensors().values():
+            tensor[j] = tensor[i]
+
+
 def read_sequence(
     blocks: LayerBlocks, meta: AttentionMetadata, seq: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,6 +99,7 @@ def paged_attention(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend in float64 and round once at the end; see `omlx_kernels.ops.paged_attention`."""
     out = torch.zeros_like(q)
@@ -121,4 +129,19 @@ def paged_attention(
             probs = torch.softmax(scores, -1).nan_to_num(0.0)  # a fully masked row gives 0
             result = probs[:, : k.shape[1]] @ v[kv_head]
             out[first:last, head] = (hadamard(result) if rotated_v else result).to(out)
+            if split_mass is not None:
+                for i in range(int(meta.split_starts[seq]), int(meta.split_starts[seq + 1])):
+                    chosen = _keys_of_split(meta, blocks, i, key_pos)
+                    split_mass[i, head] = probs[-1, : k.shape[1]][chosen].sum()
     return out
+
+
+def _keys_of_split(
+    meta: AttentionMetadata, blocks: LayerBlocks, split: int, key_pos: torch.Tensor
+) -> torch.Tensor:
+    """Say which keys a decode split reads, as a mask over their positions."""
+    seq, tier, first, last = meta.splits[split].tolist()
+    if tier == Tier.SINK:
+        return key_pos < blocks.sink_tokens
+    offsets = key_pos - meta.block_starts[seq, first:last, None].cpu()  # [blocks, keys]
+    return ((offsets >= 0) & (offsets < blocks.block_size)).any(0)

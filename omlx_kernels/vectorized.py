@@ -51,6 +51,13 @@ def convert_blocks(
                 tensor[targets] = getattr(src, name)[sources]
 
 
+def copy_blocks(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """Gather the sources of each part and scatter them."""
+    sources, targets = src_ids.long(), dst_ids.long()
+    for tensor in blocks.tensors().values():
+        tensor[targets] = tensor[sources]
+
+
 def _gather(
     blocks: LayerBlocks, tier: Tier, ids: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +107,7 @@ def paged_attention(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend sequence by sequence with the query heads of a group stacked as extra queries."""
     out = torch.zeros_like(q)
@@ -120,7 +128,8 @@ def paged_attention(
         unseen = ~visible.any(0)[:, None]
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
         queries = _grouped(q[first:last].to(dtype), kv_heads)
-        if softcap is None and sink_logits is None and sink_q is None:
+        is_plain = softcap is None and sink_logits is None and sink_q is None
+        if is_plain and split_mass is None:
             mask = visible.repeat(q.shape[1] // kv_heads, 1)
             result = F.scaled_dot_product_attention(
                 queries[None], k[None], v[None], attn_mask=mask, scale=sm_scale
@@ -132,7 +141,11 @@ def paged_attention(
                 use = (outside & (key_pos < sinks)).expand(visible.shape)
                 use = use.repeat(q.shape[1] // kv_heads, 1)
                 scores = torch.where(use, capped * sm_scale, scores)
-            result = _softmax_times(scores, visible, v, softcap, sink_logits)
+            probs = _softmax(scores, visible, softcap, sink_logits)
+            result = probs.to(v.dtype) @ v
+            if split_mass is not None:
+                of_keys = probs.reshape(q.shape[1], -1)  # [num_q_heads, keys]: count is 1
+                _add_mass(split_mass, of_keys, blocks, meta, seq, key_pos)
         result = result.view(kv_heads, -1, count, q.shape[2]).permute(2, 0, 1, 3)
         seen = visible.any(-1)[:, None, None]  # a fully masked row gives 0, not NaN
         result = torch.where(seen, result.reshape(count, q.shape[1], q.shape[2]), 0.0)
@@ -145,14 +158,13 @@ def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
-def _softmax_times(
+def _softmax(
     scores: torch.Tensor,
     visible: torch.Tensor,
-    v: torch.Tensor,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Weigh ``v`` by the scores [kv_heads, group * count, keys], capped and with learned sinks."""
+    """Turn scores [kv_heads, group * count, keys] into weights, capped and with learned sinks."""
     kv_heads, rows, keys = scores.shape
     group = rows // visible.shape[0]
     if softcap is not None:
@@ -161,4 +173,22 @@ def _softmax_times(
     if sink_logits is not None:
         logits = sink_logits.float().view(kv_heads, group, 1).repeat_interleave(rows // group, 1)
         scores = torch.cat([scores, logits.view(kv_heads, rows, 1)], -1)
-    return torch.softmax(scores, -1)[..., :keys].nan_to_num(0.0).to(v.dtype) @ v
+    return torch.softmax(scores, -1)[..., :keys].nan_to_num(0.0)
+
+
+def _add_mass(
+    split_mass: torch.Tensor,
+    probs: torch.Tensor,
+    blocks: LayerBlocks,
+    meta: AttentionMetadata,
+    seq: int,
+    key_pos: torch.Tensor,
+) -> None:
+    """Write the mass of one sequence's splits from its newest query's weights [heads, keys]."""
+    num_sinks = int((key_pos < blocks.sink_tokens).sum())  # first, as `_read_sequence` lists keys
+    first, last = (int(i) for i in meta.split_starts[seq : seq + 2])
+    for i, (_, tier, start, stop) in enumerate(meta.splits[first:last].tolist(), first):
+        columns = slice(0, num_sinks)
+        if tier != Tier.SINK:
+            columns = slice(*(num_sinks + entry * blocks.block_size for entry in (start, stop)))
+        split_mass[i] = probs[:, columns].sum(-1)

@@ -93,8 +93,11 @@ def paged_attention(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend through the block table; see `omlx_kernels.ops.paged_attention`."""
+    if split_mass is not None:
+        raise NotImplementedError("omlx_kernels.native: split_mass has not landed in C++ yet")
     check_layer(blocks)
     if q.stride(2) != 1:
         q = q.contiguous()

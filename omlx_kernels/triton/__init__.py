@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from omlx_kernels.layout import LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.triton.append_kv import append_kv
 from omlx_kernels.triton.convert_blocks import convert_blocks
+from omlx_kernels.triton.copy_blocks import copy_blocks
 from omlx_kernels.triton.decode import paged_decode
 from omlx_kernels.triton.extend import paged_extend
 
-__all__ = ["append_kv", "convert_blocks", "paged_attention"]
+__all__ = ["append_kv", "convert_blocks", "copy_blocks", "paged_attention"]
 
 
 def paged_attention(
@@ -26,10 +29,11 @@ def paged_attention(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode where no sequence has more than one query, else extend."""
-    attend = paged_decode if meta.max_query_len == 1 else paged_extend
-    return attend(
+    is_decode = meta.max_query_len == 1
+    return (partial(paged_decode, split_mass=split_mass) if is_decode else paged_extend)(
         q,
         blocks,
         meta,

@@ -9,7 +9,8 @@ holds blocks of one tier (`AttentionMetadata.splits`), so a program branches onc
 tier's plain loop. Moves: each visible key and value of the split once for all query heads of the
 group, plus 4 * (head_dim + 1) bytes a (split, query head), written once and read once.
 Grid of the merge kernel: (sequences, query heads). It also lets a learned sink join the sum, and
-rotates the output back where the values are stored rotated: linear, so once is enough.
+rotates the output back where the values are stored rotated: linear, so once is enough. On request
+it writes each split's share of the attention, 2**(lse_s - lse): 4 bytes a (split, query head).
 
 Source: FlashDecoding (Dao et al. 2023). Contract: `omlx_kernels.ops.paged_attention`.
 """
@@ -162,6 +163,7 @@ def _merge_splits_kernel(
     lse_ptr,
     sink_logits_ptr,
     out_ptr,
+    mass_ptr,
     query_start_loc_ptr,
     split_starts_ptr,
     ROTATED: tl.constexpr,
@@ -204,6 +206,13 @@ def _merge_splits_kernel(
     row = (token.to(tl.int64) * Q_HEADS + head) * HEAD_DIM
     out = narrow(out, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row + offs_d, out, mask=offs_d < HEAD_DIM)
+    if mass_ptr is not None:  # m_i is finite where any split's lse is
+        for base in tl.range(first, last, BLOCK_S):
+            split = base + tl.arange(0, BLOCK_S)
+            row = split.to(tl.int64) * Q_HEADS + head
+            lse = tl.load(lse_ptr + row, mask=split < last, other=float("-inf"))
+            mass = tl.where(lse > float("-inf"), tl.exp2(lse - m_i) / l_i, 0.0)
+            tl.store(mass_ptr + row, mass, mask=split < last)
 
 
 def paged_decode(
@@ -218,6 +227,7 @@ def paged_decode(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend at most one query a sequence; see `omlx_kernels.ops.paged_attention`."""
     tokens, q_heads, dim = q.shape
@@ -270,6 +280,7 @@ def paged_decode(
             lse,
             sink_logits,
             out,
+            split_mass,
             meta.query_start_loc,
             meta.split_starts,
             ROTATED=rotated_v,
