@@ -7,7 +7,8 @@
 | anything else | ``omlx_kernels.vectorized`` (plain torch) |
 
 `implementation` says which one serves a device; `use_implementation` forces one, which is how the
-tests prove that each of them meets the same contract.
+tests prove that each of them meets the same contract. Under `torch.compile` a call becomes one opaque
+op of `torch.ops.omlx` (`omlx_kernels.library`).
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ def append_kv(
     Raises:
         ValueError: for a wrong shape, dtype or device, before anything is written.
     """
+    if torch.compiler.is_compiling():
+        library.append_kv(k, v, library.parts_of(dst), slot_mapping, rotate_v)
+        return
     check_append(k, v, dst, slot_mapping)
     if k.shape[0]:
         implementation(k.device).append_kv(k, v, dst, slot_mapping, rotate_v=rotate_v)
@@ -122,6 +126,10 @@ def convert_blocks(
     change (the keys from K8V8 to K8V4, the values from K8V4 to K4V4) are copied bit for bit.
     Values are quantized as they are stored: whoever uses 4-bit values has rotated them on append.
     """
+    if torch.compiler.is_compiling():
+        parts = library.parts_of(src), library.parts_of(dst)
+        library.convert_blocks(*parts, int(src_tier), int(dst_tier), src_ids, dst_ids)
+        return
     check_convert(src, dst, src_tier, dst_tier, src_ids, dst_ids)
     if src_ids.numel():
         implementation(src.k.device).convert_blocks(src, dst, src_tier, dst_tier, src_ids, dst_ids)
@@ -141,6 +149,9 @@ def copy_blocks(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor
     Raises:
         ValueError: for a wrong shape, dtype or device, before anything is written.
     """
+    if torch.compiler.is_compiling():
+        library.copy_blocks(library.parts_of(blocks), src_ids, dst_ids)
+        return
     check_copy(blocks, src_ids, dst_ids)
     if src_ids.numel():
         implementation(blocks.k.device).copy_blocks(blocks, src_ids, dst_ids)
@@ -199,6 +210,12 @@ def paged_attention(
     Raises:
         ValueError: for a wrong shape, dtype, device or window.
     """
+    if torch.compiler.is_compiling():
+        parts, tables = library.layer_parts(blocks), library.tables_of(meta)
+        scoring = (sm_scale, window_size, keep_sinks, rotated_v, sink_q, softcap, sink_logits)
+        return library.paged_attention(
+            q, parts, tables, meta.max_query_len, *scoring, split_mass
+        )
     check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits, split_mass)
     if split_mass is not None:
         split_mass.zero_()
@@ -220,3 +237,6 @@ def paged_attention(
     newest_sink_q = None if sink_q is None else sink_q[rows]
     attend(q[rows], blocks, newest, sink_q=newest_sink_q, split_mass=split_mass)
     return attend(q, blocks, meta, sink_q=sink_q)
+
+
+from omlx_kernels import library  # noqa: E402  (its ops call the functions above)
