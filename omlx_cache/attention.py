@@ -2,7 +2,7 @@
 
 `PagedAttention` stands in a model where an attention module stood, and owns it: projections,
 rotary embedding, GPTQ kernels, adapters and hooks keep running as they are. It only tells the
-original which layer of the cache serves it, through the keyword arguments that every attention
+original which cache serves it, through the keyword arguments that every attention
 module of transformers hands on to its attention function, and that function is
 `paged_attention_forward`.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omlx_cache import compiled
 from omlx_cache.cache import PagedCache
 from omlx_cache.compat import CACHE_NAMES, register_attention
 from omlx_cache.paged_layer import PagedLayer
@@ -21,7 +22,7 @@ from omlx_cache.paged_layer import PagedLayer
 ATTENTION_NAME = "omlx_paged"
 """``config._attn_implementation`` of a patched model."""
 
-_LAYER_ARGUMENT = "omlx_layer"
+_CACHE_ARGUMENT = "omlx_cache"
 
 
 class PagedAttention(nn.Module):
@@ -59,7 +60,7 @@ class PagedAttention(nn.Module):
         return f"original={type(self.original).__name__}"
 
     def forward(self, *args, **kwargs):
-        """Run the original with the cache layer that serves it."""
+        """Run the original with the cache that serves it."""
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         if not isinstance(cache, PagedCache):
             raise TypeError(
@@ -68,7 +69,7 @@ class PagedAttention(nn.Module):
             )
         layer = cache.layers[self.original.layer_idx]
         layer.pending = None
-        output = self.original(*args, **{**kwargs, _LAYER_ARGUMENT: layer})
+        output = self.original(*args, **{**kwargs, _CACHE_ARGUMENT: cache})
         if layer.pending is not None:
             raise RuntimeError(
                 f"omlx_cache: {type(self.original).__name__} stored keys and values but attended "
@@ -107,15 +108,15 @@ def paged_attention_forward(
     Args:
         module: the original attention module.
         query: [batch, num_q_heads, columns, head_dim], rotated.
-        key, value: what `PagedLayer.update` returned; already stored.
+        key, value: what `PagedLayer.update` was given and returned.
         attention_mask: None always: the patched decoder turns masks into stored columns.
         scaling: factor on the scores; None is ``head_dim ** -0.5``.
 
     Returns:
         [batch, columns, num_q_heads, head_dim], and None for the weights, which never exist.
     """
-    layer: PagedLayer | None = kwargs.get(_LAYER_ARGUMENT)
-    if layer is None or attention_mask is not None:
+    cache: PagedCache | None = kwargs.get(_CACHE_ARGUMENT)
+    if cache is None or attention_mask is not None:
         raise RuntimeError(
             f"omlx_cache: {type(module).__name__} was called outside of its patched model; call "
             f"the model, or omlx_cache.unpatch(model) first"
@@ -126,6 +127,7 @@ def paged_attention_forward(
                 f"omlx_cache: {type(module).__name__} asks for {name!r}, which the kernels "
                 f"don't know yet"
             )
+    layer: PagedLayer = cache.layers[module.layer_idx]
     if layer.pending is None or layer.pending[0] is not key or layer.pending[1] is not value:
         raise NotImplementedError(
             f"omlx_cache: {type(module).__name__} can't be served: it attends to other keys and "
@@ -133,7 +135,10 @@ def paged_attention_forward(
         )
     layer.pending = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(query.detach(), scale)
+    if torch.compiler.is_compiling():
+        # As an op it has no backward either, and torch says so.
+        return compiled.attend(cache.handle, module.layer_idx, query, key, value, scale), None
+    out = layer.attend(query.detach(), key, value, scale)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _RefuseBackward.apply(out, query)
     return out, None

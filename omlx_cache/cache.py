@@ -7,8 +7,10 @@ each row were real, and hands only those to the layer groups.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ import torch
 from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.cache_report import CacheReport, report_of
 from omlx_cache.compat import Cache
+from omlx_cache.compiled import new_handle
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.paged_layer import PagedLayer
@@ -67,6 +70,9 @@ class PagedCache(Cache):
         self.meter = MemoryMeter()
         self.groups: list[LayerGroup] = []
         self._valid: np.ndarray | None = None  # [rows, columns] bool; None while all are real
+        self._step_columns: np.ndarray | None = None  # of the step in progress
+        self._traced_by: int | None = None  # the thread whose compiled graph runs the step
+        self.handle = new_handle(self)
         by_window: dict[tuple[int | None, bool], LayerGroup] = {}
         layers = []
         for own, inv_freq in zip(state.spec.windows, state.spec.inv_freqs, strict=True):
@@ -158,6 +164,7 @@ class PagedCache(Cache):
         Raises:
             OutOfBlocksError: when they will not; nothing is changed.
         """
+        self.drop_dead_step()
         self._ensure_rows(valid.shape[0])
         starts = range(0, valid.shape[1], chunk)
         steps = [valid[:, i : i + chunk].sum(1).tolist() for i in starts]
@@ -171,7 +178,24 @@ class PagedCache(Cache):
         Everything that the pass stores becomes part of the cache when the block ends, and nothing
         of it when the block raises.
         """
-        if any(group.step is not None for group in self.groups):
+        self.begin_step(valid)
+        try:
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
+        self.end_step()
+
+    def begin_step(self, valid: np.ndarray, *, traced: bool = False) -> None:
+        """Plan a step and begin it; `end_step` ends it.
+
+        Args:
+            valid: [rows, columns] bool, which columns of the step are real tokens.
+            traced: whether the step runs inside a compiled graph, where nobody can catch an
+                error: it is then undone when its thread uses the cache next.
+        """
+        self.drop_dead_step()
+        if self._is_in_step():
             raise RuntimeError(
                 "PagedCache: a cache must be used by one call at a time, got a second one while a "
                 "step is running; give each thread its own omlx_cache.PagedCache(model)"
@@ -182,15 +206,32 @@ class PagedCache(Cache):
         try:
             for group in self.groups:
                 group.begin(new_tokens, padding)
-            yield
         except BaseException:
-            for group in self.groups:
-                if group.step is not None:
-                    group.rollback()
+            self._roll_back()
             raise
+        self._step_columns = valid
+        self._traced_by = get_ident() if traced else None
+
+    def end_step(self) -> None:
+        """Make what the step in progress stored part of the cache."""
         for group in self.groups:
             group.commit()
-        self._add_columns(valid)
+        self._add_columns(self._step_columns)
+        self._traced_by = None
+
+    def drop_dead_step(self) -> None:
+        """Undo the step that a compiled graph of this thread began and, failing, never ended."""
+        if self._traced_by == get_ident():
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        for group in self.groups:
+            if group.step is not None:
+                group.rollback()
+        self._traced_by = None
+
+    def _is_in_step(self) -> bool:
+        return any(group.step is not None for group in self.groups)
 
     def _ensure_rows(self, batch_size: int) -> None:
         for group in self.groups:
@@ -211,6 +252,7 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forget every sequence and give the memory back; the peak stays on record."""
+        self.drop_dead_step()
         for group in self.groups:
             group.clear()
         self._valid = None
@@ -257,6 +299,7 @@ class PagedCache(Cache):
 
     def _crop_rows(self, removed: list[int]) -> None:
         """Remove the last tokens of each row, or raise before anything is changed."""
+        self.drop_dead_step()
         for group in self.groups:
             group.check_crop(removed)
         for group in self.groups:
@@ -273,6 +316,7 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (a row may come several times, and then shares its blocks)."""
+        self.drop_dead_step()
         indices = torch.as_tensor(indices)
         rows = len(self.groups[0].rows)
         if not rows:
@@ -296,6 +340,24 @@ class PagedCache(Cache):
             group.select(chosen)
         if self._valid is not None:
             self._valid = self._valid[chosen]
+
+    def __deepcopy__(self, memo: dict) -> PagedCache:
+        """Copy blocks and tables; the copy goes its own way."""
+        self.drop_dead_step()
+        if self._is_in_step():
+            raise RuntimeError("PagedCache: a cache can't be copied while a step is running")
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        own = {"handle": new_handle(copied)}
+        copied.__dict__.update(
+            {k: own[k] if k in own else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        )
+        return copied
+
+    def __reduce__(self) -> str | tuple:
+        raise TypeError(
+            "PagedCache: a cache can't be pickled; its blocks live on the model's devices, and it "
+            "serves one process only. Copy it with copy.deepcopy(cache)"
+        )
 
     def report(self) -> CacheReport:
         """Take a snapshot of what the cache holds."""

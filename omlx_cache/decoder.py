@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from omlx_cache import compiled
 from omlx_cache.cache import PagedCache
 from omlx_cache.compat import CACHE_NAMES, cache_name
 from omlx_cache.patch_state import PatchState
@@ -23,18 +23,18 @@ _COLUMN_ARGUMENTS = {
 }
 
 
-def run_decoder(state: PatchState, original: Callable, args: tuple, kwargs: dict) -> Any:
+def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     """Run a decoder over any number of columns, at most ``prefill_chunk`` at a time.
 
     Args:
         state: the patch of the model.
-        original: the decoder's own bound forward.
         args, kwargs: what the caller passed to it.
 
     Returns:
         The decoder's output over all columns, as if it had run once.
     """
     decoder = state.spec.decoder
+    original = state.original(decoder, "forward")
     kwargs = _by_name(decoder, args, kwargs)
     _refuse_what_cannot_be_served(decoder, kwargs)
     return_dict = kwargs.pop("return_dict", None)
@@ -69,6 +69,41 @@ def run_decoder(state: PatchState, original: Callable, args: tuple, kwargs: dict
     else:
         output[name] = None
     return output.to_tuple() if return_dict is False else output
+
+
+def run_traced_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
+    """Run a decoder while `torch.compile` traces it; see `omlx_cache.compiled`.
+
+    The columns are not cut into chunks: a compiled graph is for decoding, or for prompts whose
+    length the caller has chosen. Without a `PagedCache` of the caller's the graph breaks here.
+    """
+    decoder = state.spec.decoder
+    by_name = _by_name(decoder, args, kwargs)
+    cache = next((by_name[n] for n in CACHE_NAMES if by_name.get(n) is not None), None)
+    if not isinstance(cache, PagedCache) or by_name.get("use_cache") is False:
+        return _run_outside_of_the_graph(state, args, kwargs)
+    _refuse_what_cannot_be_served(decoder, by_name)
+    for name in CACHE_NAMES:
+        by_name.pop(name, None)
+    inputs = by_name.get("input_ids")
+    inputs = by_name.get("inputs_embeds") if inputs is None else inputs
+    return_dict = by_name.pop("return_dict", None)
+    mask = by_name.pop("attention_mask", None)
+    columns = compiled.begin_step(cache.handle, inputs, mask)
+    if by_name.get("position_ids") is None:
+        by_name["position_ids"] = columns
+    name = cache_name(type(decoder).forward)
+    original = state.original(decoder, "forward")
+    output = original(**by_name, **{name: cache, "use_cache": True, "return_dict": True})
+    compiled.end_step(cache.handle)
+    return output.to_tuple() if return_dict is False else output
+
+
+_run_outside_of_the_graph = torch.compiler.disable(
+    run_decoder,
+    reason="a compiled omlx_cache model needs a cache of the caller's: pass "
+    "cache=omlx_cache.PagedCache(model)",
+)
 
 
 def _by_name(decoder: nn.Module, args: tuple, kwargs: dict) -> dict:

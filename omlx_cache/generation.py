@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from omlx_cache.patch_state import state_of
 
 def run_generate(
     model: nn.Module,
-    original: Callable,
     inputs: Any,
     generation_config: Any,
     args: tuple,
@@ -25,7 +23,6 @@ def run_generate(
 
     Args:
         model: the patched model.
-        original: its own bound ``generate``.
         inputs, generation_config, args, kwargs: what the caller passed.
 
     Raises:
@@ -57,9 +54,11 @@ def run_generate(
         _check_reuse(cache, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
         kwargs[cache_name(type(model).forward)] = cache
     try:
+        original = state.original(model, "generate")
         return original(inputs, generation_config, *args, **kwargs)
     finally:
         if cache is not None:
+            cache.drop_dead_step()
             state.used(cache, snapshot=True)
 
 

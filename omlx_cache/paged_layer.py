@@ -16,6 +16,7 @@ class PagedLayer(CacheLayerMixin):
     """One layer's share of a `PagedCache`: its pool, and the group that it belongs to."""
 
     is_croppable = True
+    is_compileable = True
 
     def __init__(
         self, group: LayerGroup, meter: MemoryMeter, inv_freq: torch.Tensor | None
@@ -23,7 +24,7 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.group, self._meter, self._inv_freq = group, meter, inv_freq
         self.pool: LayerPool | None = None
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # stored, not attended to
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # taken, not attended to
         self.num_columns = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -45,16 +46,24 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values, [batch, kv_heads, columns, head_dim]; return them."""
-        step = self.group.step
-        if step is None:
+        """Take the new keys and values, [batch, kv_heads, columns, head_dim], and return them.
+
+        They are stored by `attend`, which the model calls next.
+        """
+        # What a traced model reads here it would be compiled for, once for each value.
+        if not torch.compiler.is_compiling() and self.group.step is None:
             raise RuntimeError(
                 "PagedCache.update must be called inside a step of the model that the cache was "
                 "made for; call omlx_cache.patch(model) and then model(..., cache=cache)"
             )
+        self.pending = (key_states, value_states)
+        return key_states, value_states
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.pool is None:
             self.lazy_initialization(key_states, value_states)
         self.pool.fit(self.group.capacity())
+        step = self.group.step
         blocks, tables = self.pool.blocks, step.tables(key_states.device)
         copy_blocks(blocks.hot, step.copies)
         copy_blocks(blocks.sink, step.page_copies)
@@ -67,19 +76,21 @@ class PagedLayer(CacheLayerMixin):
         if tables.sink_slots is not None:
             ops.append_kv(k, v, blocks.sink, tables.sink_slots, rotate_v=rotate_v)
         ops.append_kv(k, v, blocks.hot, tables.slots, rotate_v=rotate_v)
-        self.pending = (key_states, value_states)
-        return key_states, value_states
 
-    def attend(self, query: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        """Attend to everything stored, then convert the blocks that age in this step.
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """Store the new keys and values, attend to all, then convert the blocks that age.
 
         Args:
             query: [batch, num_q_heads, columns, head_dim].
+            key, value: [batch, kv_heads, columns, head_dim], of the step's columns.
             sm_scale: factor on the scores.
 
         Returns:
             [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
         """
+        self._store(key, value)
         blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
         batch, heads, columns, dim = query.shape
         q = query.to(self.pool.format.dtype).transpose(1, 2).reshape(batch * columns, heads, dim)

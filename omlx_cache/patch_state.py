@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,11 @@ class PatchState:
     methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     last_cache: weakref.ref[PagedCache] | None = None
     last_report: CacheReport | None = None
+
+    def original(self, owner: nn.Module, name: str) -> Callable:
+        """Return the bound method that the patch shadows on ``owner``."""
+        before = next(b for module, n, b in self.methods if module is owner and n == name)
+        return before if before is not None else getattr(type(owner), name).__get__(owner)
 
     def used(self, cache: PagedCache, *, snapshot: bool) -> None:
         """Remember ``cache`` as the last one, without keeping it alive.
@@ -83,7 +89,7 @@ def attach_state(module: nn.Module, state: PatchState) -> None:
 
 def detach_state(module: nn.Module) -> None:
     """Remove what `attach_state` attached."""
-    del module.__dict__[_ATTRIBUTE]
+    module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def state_of(model: nn.Module) -> PatchState:

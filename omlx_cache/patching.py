@@ -16,7 +16,7 @@ from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
 from omlx_cache.cache import PagedCache
 from omlx_cache.cache_report import CacheReport
 from omlx_cache.config import CacheConfig, check_model_bits
-from omlx_cache.decoder import run_decoder
+from omlx_cache.decoder import run_decoder, run_traced_decoder
 from omlx_cache.generation import run_generate
 from omlx_cache.inspection import inspect_model
 from omlx_cache.patch_state import (
@@ -70,6 +70,7 @@ def patch(
     _give_own_configs(state)
     _replace_method(state, state.spec.decoder, "forward", _decoder_forward)
     _replace_method(state, inner, "generate", _generate)
+    _replace_method(state, inner, "create_masks_for_generate", _create_masks_for_generate)
     return model
 
 
@@ -171,20 +172,29 @@ def _replace_method(state: PatchState, module: nn.Module, name: str, function: C
     attach_state(module, state)
 
 
-def _original(owner: nn.Module, name: str) -> Callable:
-    """Return the method that the patch shadows on ``owner``."""
-    methods = attached_state(owner).methods
-    before = next(b for module, n, b in methods if module is owner and n == name)
-    return before if before is not None else getattr(type(owner), name).__get__(owner)
-
-
-@torch.compiler.disable
 def _decoder_forward(self: nn.Module, *args, **kwargs):
     """Stand in for the decoder's forward."""
-    return run_decoder(attached_state(self), _original(self, "forward"), args, kwargs)
+    run = run_traced_decoder if torch.compiler.is_compiling() else run_decoder
+    return run(attached_state(self), args, kwargs)
+
+
+def _create_masks_for_generate(
+    self: nn.Module,
+    *,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_first_iteration: bool = False,
+    **kwargs,
+) -> torch.Tensor | None:
+    """Stand in for what makes 4-D masks of the 2-D one: the cache reads the 2-D one.
+
+    A token's own column is enough once generation goes on, and has one shape at every length.
+    """
+    if attention_mask is None or is_first_iteration or inputs_embeds.shape[1] != 1:
+        return attention_mask
+    return attention_mask[:, -1:]
 
 
 def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwargs):
     """Stand in for the model's generate."""
-    original = _original(self, "generate")
-    return run_generate(self, original, inputs, generation_config, args, kwargs)
+    return run_generate(self, inputs, generation_config, args, kwargs)

@@ -99,7 +99,7 @@ def paged_attention(
     sink_logits: torch.Tensor | None,
     split_mass: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `omlx_kernels.ops.paged_attention`; ``blocks``: `layer_parts`, ``tables``: `tables_of`."""
+    """See `omlx_kernels.ops.paged_attention`; `layer_parts`, `tables_of` make the lists."""
     return ops.paged_attention(
         q,
         _layer(blocks),

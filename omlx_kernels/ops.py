@@ -7,8 +7,8 @@
 | anything else | ``omlx_kernels.vectorized`` (plain torch) |
 
 `implementation` says which one serves a device; `use_implementation` forces one, which is how the
-tests prove that each of them meets the same contract. Under `torch.compile` a call becomes one opaque
-op of `torch.ops.omlx` (`omlx_kernels.library`).
+tests prove that each of them meets the same contract. Under `torch.compile` a call becomes one
+opaque op of `torch.ops.omlx` (`omlx_kernels.library`).
 """
 
 from __future__ import annotations
@@ -213,9 +213,7 @@ def paged_attention(
     if torch.compiler.is_compiling():
         parts, tables = library.layer_parts(blocks), library.tables_of(meta)
         scoring = (sm_scale, window_size, keep_sinks, rotated_v, sink_q, softcap, sink_logits)
-        return library.paged_attention(
-            q, parts, tables, meta.max_query_len, *scoring, split_mass
-        )
+        return library.paged_attention(q, parts, tables, meta.max_query_len, *scoring, split_mass)
     check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits, split_mass)
     if split_mass is not None:
         split_mass.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import copy
 import pickle
 import weakref
 
@@ -229,3 +230,19 @@ def test_out_of_blocks_counts_the_copies_of_shared_blocks():
     with pytest.raises(omlx_cache.OutOfBlocksError):
         step(model, cache, random_ids(2, 128))
     assert cache.get_seq_length() == 100
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model, ids = omlx_cache.patch(tiny_model()), random_ids(1, 300)
+    cache = omlx_cache.PagedCache(model)
+    step(model, cache, ids[:, :280])
+    copied = copy.deepcopy(cache)
+    want = step(model, cache, ids[:, 280:])
+    assert (cache.get_seq_length(), copied.get_seq_length()) == (300, 280)
+    assert int(copied.handle) != int(cache.handle)
+    assert torch.equal(step(model, copied, ids[:, 280:]), want)
+
+
+def test_a_cache_cannot_be_pickled():
+    with pytest.raises(TypeError, match=r"can't be pickled.*copy\.deepcopy"):
+        pickle.dumps(omlx_cache.PagedCache(omlx_cache.patch(tiny_model())))
