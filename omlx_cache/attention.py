@@ -9,6 +9,7 @@ module of transformers hands on to its attention function, and that function is
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from omlx_cache import compiled
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import CACHE_NAMES, register_attention
+from omlx_cache.compat import Cache, register_attention
 from omlx_cache.paged_layer import PagedLayer
 
 ATTENTION_NAME = "omlx_paged"
@@ -46,7 +47,8 @@ class PagedAttention(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "original":  # while unpickling or copying
+            # "original": while unpickling or copying. A hook of accelerate is each module's own.
+            if name in ("original", "_hf_hook", "_old_forward"):
                 raise
             return getattr(self.__dict__["original"], name)
 
@@ -55,13 +57,23 @@ class PagedAttention(nn.Module):
         self.original.train(mode)
         return super().train(mode)
 
+    def hand_back(self) -> nn.Module:
+        """Return the original, and give it the hook that accelerate has put on this module."""
+        hook = self.__dict__.get("_hf_hook")
+        if hook is not None:
+            hooks = import_module("accelerate.hooks")
+            hooks.remove_hook_from_module(self)
+            hooks.add_hook_to_module(self.original, hook, append=True)
+        return self.original
+
     def extra_repr(self) -> str:
         """Name the module that is owned."""
         return f"original={type(self.original).__name__}"
 
     def forward(self, *args, **kwargs):
         """Run the original with the cache that serves it."""
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        # Its name differs between models and versions, and some pass it by position.
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
         if not isinstance(cache, PagedCache):
             raise TypeError(
                 f"PagedAttention: the cache must be a PagedCache, got {type(cache).__name__}; call "
@@ -101,6 +113,8 @@ def paged_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attend through the block table; the function behind ``ATTENTION_NAME``.
@@ -111,6 +125,10 @@ def paged_attention_forward(
         key, value: what `PagedLayer.update` was given and returned.
         attention_mask: None always: the patched decoder turns masks into stored columns.
         scaling: factor on the scores; None is ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        s_aux: [num_q_heads] learned scores that take part in the softmax and carry no value.
+        kwargs: whatever else the module hands on; `omlx_cache.inspection` has refused models
+            that name arguments which would have to be heeded.
 
     Returns:
         [batch, columns, num_q_heads, head_dim], and None for the weights, which never exist.
@@ -121,12 +139,6 @@ def paged_attention_forward(
             f"omlx_cache: {type(module).__name__} was called outside of its patched model; call "
             f"the model, or omlx_cache.unpatch(model) first"
         )
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"omlx_cache: {type(module).__name__} asks for {name!r}, which the kernels "
-                f"don't know yet"
-            )
     layer: PagedLayer = cache.layers[module.layer_idx]
     if layer.pending is None or layer.pending[0] is not key or layer.pending[1] is not value:
         raise NotImplementedError(
@@ -137,8 +149,9 @@ def paged_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
         # As an op it has no backward either, and torch says so.
-        return compiled.attend(cache.handle, module.layer_idx, query, key, value, scale), None
-    out = layer.attend(query.detach(), key, value, scale)
+        scores = (scale, softcap, s_aux)
+        return compiled.attend(cache.handle, module.layer_idx, query, key, value, *scores), None
+    out = layer.attend(query.detach(), key, value, scale, softcap=softcap, sink_logits=s_aux)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _RefuseBackward.apply(out, query)
     return out, None

@@ -75,11 +75,12 @@ class PagedCache(Cache):
         self.handle = new_handle(self)
         by_window: dict[tuple[int | None, bool], LayerGroup] = {}
         layers = []
-        for own, inv_freq in zip(state.spec.windows, state.spec.inv_freqs, strict=True):
-            key = _effective_window(own, self.config, state.spec.trained_length)
+        for own, sinks in zip(state.spec.windows, state.spec.sink_distances, strict=True):
+            window, keep_sinks = _effective_window(own, self.config, state.spec.trained_length)
+            key = window, keep_sinks and (window is None or sinks.can_pin)
             if key not in by_window:
                 by_window[key] = self._new_group(*key)
-            layers.append(PagedLayer(by_window[key], self.meter, inv_freq))
+            layers.append(PagedLayer(by_window[key], self.meter, sinks.rotation))
         super().__init__(layers=layers)
 
     def _new_group(self, window: int | None, keep_sinks: bool) -> LayerGroup:

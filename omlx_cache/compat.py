@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import CodeType
+from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+try:  # configurations that hold values for each layer, since 5.24
+    from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
+except ImportError:
+
+    class AmbiguousGlobalPerLayerAttributeError(RuntimeError):
+        """Stand in for an error that this version never raises."""
+
 
 __all__ = [
     "CACHE_NAMES",
@@ -16,6 +26,8 @@ __all__ = [
     "PreTrainedModel",
     "PretrainedConfig",
     "cache_name",
+    "config_value",
+    "mask_builders",
     "register_attention",
     "uses_attention_interface",
 ]
@@ -28,6 +40,18 @@ def cache_name(forward: Callable) -> str:
     """Return the name under which ``forward`` (of a model or layer) takes the cache."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[-1])
+
+
+def config_value(config: PretrainedConfig, name: str) -> Any:
+    """Return a value of a configuration; None where it has none.
+
+    Raises:
+        NotImplementedError: when it is another one in each layer.
+    """
+    try:
+        return getattr(config, name, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        raise NotImplementedError(f"its layers differ in {name}") from None
 
 
 def register_attention(name: str, function: Callable) -> None:
@@ -44,3 +68,35 @@ def uses_attention_interface(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     names = getattr(forward, "__code__", None)
     return names is not None and "ALL_ATTENTION_FUNCTIONS" in names.co_names
+
+
+def mask_builders(model: PreTrainedModel, decoder: nn.Module) -> tuple[set[str], list[str]]:
+    """Find out who builds the masks of ``decoder``.
+
+    Returns:
+        The functions, such as ``create_causal_mask``, with which the decoder's own forward builds
+        masks, and the classes around it that build masks for it.
+    """
+    around = [
+        type(module).__name__
+        for module in model.modules()
+        if module is not decoder
+        and _masks_in(type(module).forward)
+        and any(child is decoder for child in module.modules())
+    ]
+    if hasattr(type(model), "create_masks_for_generate"):  # how a model declares masks of its own
+        around.append(type(model).__name__)
+    return _masks_in(type(decoder).forward), around
+
+
+def _masks_in(forward: Callable) -> set[str]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return {name for name in _names_in(code) if name.startswith("create_") and "mask" in name}
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """Return the global and attribute names that a function uses, nested functions included."""
+    if code is None:
+        return set()
+    nested = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*nested)

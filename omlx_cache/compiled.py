@@ -77,10 +77,12 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     sm_scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Store the new keys and values of a layer and attend; see `PagedLayer.attend`."""
     layer = _cache_of(handle).layers[layer_idx]
-    return layer.attend(query, key, value, sm_scale)
+    return layer.attend(query, key, value, sm_scale, softcap=softcap, sink_logits=sink_logits)
 
 
 @attend.register_fake

@@ -7,7 +7,7 @@ import torch
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
 from omlx_cache.compat import CacheLayerMixin
 from omlx_cache.layer_group import LayerGroup
-from omlx_cache.rotary import rotate
+from omlx_cache.rotary import Rotation
 from omlx_kernels import ops
 from omlx_kernels.layout import BlockFormat
 
@@ -18,11 +18,9 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = True
 
-    def __init__(
-        self, group: LayerGroup, meter: MemoryMeter, inv_freq: torch.Tensor | None
-    ) -> None:
+    def __init__(self, group: LayerGroup, meter: MemoryMeter, rotation: Rotation | None) -> None:
         super().__init__()
-        self.group, self._meter, self._inv_freq = group, meter, inv_freq
+        self.group, self._meter, self._rotation = group, meter, rotation
         self.pool: LayerPool | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # taken, not attended to
         self.num_columns = 0
@@ -78,7 +76,14 @@ class PagedLayer(CacheLayerMixin):
         ops.append_kv(k, v, blocks.hot, tables.slots, rotate_v=rotate_v)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sm_scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sm_scale: float,
+        *,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values, attend to all, then convert the blocks that age.
 
@@ -86,6 +91,8 @@ class PagedLayer(CacheLayerMixin):
             query: [batch, num_q_heads, columns, head_dim].
             key, value: [batch, kv_heads, columns, head_dim], of the step's columns.
             sm_scale: factor on the scores.
+            softcap: bound on the scores; None is none.
+            sink_logits: [num_q_heads] learned sinks; None is none.
 
         Returns:
             [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
@@ -104,6 +111,8 @@ class PagedLayer(CacheLayerMixin):
             keep_sinks=self.group.keep_sinks,
             rotated_v=self.group.policy.rotates_values,
             sink_q=self._sink_query(packed, tables.sink_offsets),
+            softcap=softcap,
+            sink_logits=sink_logits if sink_logits is None else sink_logits.detach(),
         )
         if tables.token_index is not None:
             out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
@@ -114,12 +123,12 @@ class PagedLayer(CacheLayerMixin):
     def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
         """Return the queries as they look at the sinks outside of the window; None: as they are."""
         group = self.group
-        if offsets is None or self._inv_freq is None or not group.keep_sinks:
+        if offsets is None or self._rotation is None or not group.keep_sinks:
             return None
         if not group.geometry.sink_tokens:
             return None
-        self._inv_freq = self._inv_freq.to(q.device)
-        return rotate(q, offsets, self._inv_freq)
+        self._rotation = self._rotation.to(q.device)
+        return self._rotation.rotate(q, offsets)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns that a mask covers, offset of the first)."""

@@ -84,7 +84,7 @@ def unpatch(model: Model) -> Model:
     if state is None:
         return model
     for site in state.spec.sites:
-        setattr(site.parent, site.name, site.module)
+        setattr(site.parent, site.name, getattr(site.parent, site.name).hand_back())
     for module, config in state.configs:
         module.config = config
     for module, name, before in state.methods:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from tiny import FAMILIES, random_ids, tiny_model
+from every_family import build
+from tiny import random_ids, tiny_model
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import omlx_cache
 from omlx_cache.compat import cache_name
 from omlx_cache.inspection import inspect_model
-from omlx_cache.rotary import rotate
+from omlx_cache.rotary import SinkDistance
 
 WINDOW, SINKS = 90, 4
 
@@ -59,21 +59,36 @@ def test_attention_past_the_window_equals_the_written_out_scores():
     torch.testing.assert_close(torch.cat(seen, 1), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rotation_is_the_models_own(family):
-    model = tiny_model(family)
-    spec = inspect_model(model)
-    q = torch.randn(1, 2, 3, model.model.layers[0].self_attn.head_dim)
-    far, near = torch.tensor([[50, 700, 4000]]), torch.tensor([[50, 90, 90]])
-    at_far, at_near = (
-        apply_rotary_pos_emb(q, q, *model.model.rotary_emb(q, p))[0] for p in (far, near)
-    )
-    offsets = (near - far)[0].float()
-    got = rotate(at_far[0].transpose(0, 1), offsets, spec.inv_freqs[0])
-    torch.testing.assert_close(got, at_near[0].transpose(0, 1), rtol=1e-3, atol=1e-3)
-
-
 def test_frequencies_that_depend_on_the_length_are_left_alone():
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model(rope_parameters=scaling)
-    assert inspect_model(model).inv_freqs == (None, None, None)
+    assert set(inspect_model(model).sink_distances) == {SinkDistance(None, can_pin=True)}
+
+
+def layer_kinds(model):
+    """Say for each layer how it may look at the sinks."""
+    return [
+        "unpinned" if not d.can_pin else "as it is" if d.rotation is None else "capped"
+        for d in inspect_model(model).sink_distances
+    ]
+
+
+def test_layers_of_one_model_differ():
+    """SmolLM3 rotates in some layers only, Gemma 3 by other frequencies in its window layers."""
+    assert layer_kinds(tiny_model("smollm3")) == ["capped", "as it is"]
+    gemma = tiny_model("gemma3")
+    assert layer_kinds(gemma) == ["capped", "capped"]
+    local, full = (d.rotation.inv_freq for d in inspect_model(gemma).sink_distances)
+    assert torch.equal(local, gemma.model.rotary_emb.sliding_attention_inv_freq)
+    assert torch.equal(full, gemma.model.rotary_emb.full_attention_inv_freq)
+    assert not torch.equal(local, full)
+
+
+def test_an_unknown_rotation_leaves_the_sinks_to_the_window():
+    """GPT-J has a rotary function of its own; a window then keeps no sinks."""
+    model = build("gptj")
+    assert layer_kinds(model) == ["unpinned", "unpinned"]
+    omlx_cache.patch(model, window_size=64)
+    assert [group.keep_sinks for group in omlx_cache.PagedCache(model).groups] == [False]
+    omlx_cache.patch(model, window_size=None)
+    assert [group.keep_sinks for group in omlx_cache.PagedCache(model).groups] == [True]

@@ -1,0 +1,119 @@
+"""Models that accelerate has spread over devices, and models with adapters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny import greedy, left_padded, random_ids, tiny_model
+
+import omlx_cache
+from omlx_cache.plan import StepPlan
+from omlx_kernels import ops
+
+EXACT = {"cache_bits": 16, "block_size": 64, "prefill_chunk": 48}
+INPUTS = left_padded(random_ids(2, 130), [130, 40])
+
+
+@pytest.fixture
+def accelerate():
+    return pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+
+
+def spread(accelerate, model, folder, rest="disk"):
+    """Keep the last layer's weights on ``rest`` while it doesn't run."""
+    last = len(model.model.layers) - 1
+    names = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    device_map = dict.fromkeys(names, "cpu") | {f"model.layers.{i}": "cpu" for i in range(last)}
+    device_map[f"model.layers.{last}"] = rest
+    return accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "gemma3"])
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_weights_on_disk(accelerate, tmp_path, family, patched_first):
+    """GPT-OSS' learned sinks are parameters of the very module that is replaced."""
+    model = tiny_model(family)
+    want = greedy(model, INPUTS, 10)
+    if patched_first:
+        omlx_cache.patch(model, **EXACT)
+    model = spread(accelerate, model, tmp_path)
+    assert model.model.layers[-1].self_attn.q_proj.weight.is_meta
+    omlx_cache.patch(model, **EXACT)
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+    omlx_cache.unpatch(model)
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+    assert model.model.layers[-1].self_attn.q_proj.weight.is_meta
+
+
+def test_all_weights_come_and_go(accelerate):
+    model = tiny_model()
+    want = greedy(model, INPUTS, 10)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    omlx_cache.patch(model, **EXACT)
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device: CUDA")
+def test_layers_on_two_devices(accelerate, tmp_path):
+    model = tiny_model()
+    want = greedy(model, INPUTS, 10)
+    model = spread(accelerate, model, tmp_path, rest=0)
+    omlx_cache.patch(model, **EXACT)
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+
+
+def test_each_layer_keeps_its_blocks_on_the_device_of_its_keys(monkeypatch):
+    """A step's tables go to each device once; no op gets tensors of two devices."""
+    devices, built = [], []
+
+    def op(x, *args, **kwargs):
+        held = [x, *args, *kwargs.values()]
+        held += [part for y in held if hasattr(y, "seq_lens") for part in vars(y).values()]
+        held += [tier for y in held if hasattr(y, "hot") for tier in vars(y).values()]
+        held += [part for y in held if hasattr(y, "tensors") for part in y.tensors().values()]
+        found = {y.device.type for y in held if isinstance(y, torch.Tensor)}
+        assert len(found) == 1
+        devices.append(found.pop())
+        return x
+
+    build = StepPlan._build_tables
+
+    def spy(step, device):
+        built.append(device.type)
+        return build(step, device)
+
+    monkeypatch.setattr(StepPlan, "_build_tables", spy)
+    for name in ("append_kv", "convert_blocks", "paged_attention"):
+        monkeypatch.setattr(ops, name, op)
+    model = omlx_cache.patch(tiny_model(num_hidden_layers=4), block_size=64, recent_tokens=0)
+    cache = omlx_cache.PagedCache(model)
+    with cache.step(np.ones((1, 200), bool)):
+        for layer, device in zip(cache.layers, ("cpu", "cpu", "meta", "meta"), strict=True):
+            q, kv = (torch.zeros(n, 1, 4 // n, 200, 16, device=device) for n in (1, 2))
+            layer.update(*kv)
+            assert layer.attend(q[0], *kv, sm_scale=0.25).device.type == device
+            assert layer.pool.blocks.hot.k.device.type == device
+    assert built == ["cpu", "meta"]
+    assert set(devices) == {"cpu", "meta"}
+
+
+def test_an_adapter_that_is_added_and_merged_later():
+    peft = pytest.importorskip("peft", reason="needs peft: pip install omlx_cache[auto-gptq]")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "k_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    want = [greedy(tiny_model(), INPUTS, 10)]
+    torch.manual_seed(1)
+    stock = peft.get_peft_model(tiny_model(), config)
+    want.append(greedy(stock, INPUTS, 10))
+    assert not torch.equal(*want)
+    model = omlx_cache.patch(tiny_model(), **EXACT)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config)
+    assert torch.equal(greedy(adapted, INPUTS, 10), want[1])
+    with adapted.disable_adapter():
+        assert torch.equal(greedy(adapted, INPUTS, 10), want[0])
+    assert torch.equal(greedy(adapted.merge_and_unload(), INPUTS, 10), want[1])
