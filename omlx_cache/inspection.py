@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _WRONG = {
     "opt": "its positions follow the attention mask, which the paged decoder doesn't hand on",
+    "doge": "it builds its own attention masks",
     "diffllama": "it attends twice to what it stores once",
     "jetmoe": "it repeats its keys and values before it attends to them",
 }

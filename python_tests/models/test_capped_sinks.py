@@ -85,8 +85,8 @@ def test_layers_of_one_model_differ():
 
 
 def test_an_unknown_rotation_leaves_the_sinks_to_the_window():
-    """GPT-J has a rotary function of its own; a window then keeps no sinks."""
-    model = build("gptj")
+    """HunYuan scales channels after it has rotated them; a window then keeps no sinks."""
+    model = build("hunyuan_v1_dense")
     assert layer_kinds(model) == ["unpinned", "unpinned"]
     omlx_cache.patch(model, window_size=64)
     assert [group.keep_sinks for group in omlx_cache.PagedCache(model).groups] == [False]

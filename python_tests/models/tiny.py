@@ -87,7 +87,10 @@ def tiny_model(family: str = "llama", seed: int = 0, **config) -> PreTrainedMode
     torch.manual_seed(seed)
     model_type, own = FAMILIES[family]
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **(_SIZES | own | config)), dtype=torch.float32
+        AutoConfig.for_model(model_type, **(_SIZES | own | config)),
+        dtype=torch.float32,
+        # The one that heeds everything: before 5.24 others leave soft caps out in silence.
+        attn_implementation="eager",
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
