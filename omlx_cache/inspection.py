@@ -45,6 +45,9 @@ _IGNORED_ARGUMENTS = {
     "sliding_window",  # comes from the configuration, as the mask of the stock model does
 }
 
+_UNCUT = {"visual_pos_masks", "deepstack_visual_embeds"}
+"""Arguments of a decoder that belong to all columns of a prompt at once (Qwen3-VL)."""
+
 
 @dataclass(frozen=True)
 class AttentionSite:
@@ -65,7 +68,7 @@ class ModelSpec:
         windows: each layer's own window in tokens, itself included; None is full attention.
         trained_length: tokens that the model was trained for; None when its config doesn't say.
         chunkable: whether a prompt may run in chunks; not where the rotary frequencies follow the
-            length of what runs at once.
+            length of what runs at once, or where an argument can't be cut.
         sink_distances: how each layer may look at sinks outside of the window.
     """
 
@@ -115,9 +118,14 @@ def _inspect(model: PreTrainedModel, config: PretrainedConfig) -> ModelSpec:
         sites,
         _layer_windows(config, decoder_masks=mask_builders(model, decoder)[0]),
         config_value(config, "max_position_embeddings"),
-        not follows_length(getattr(decoder, "rotary_emb", None)),
+        _is_chunkable(decoder),
         tuple(sink_distance(decoder, s.module, _head_dim(s.module)) for s in sites),
     )
+
+
+def _is_chunkable(decoder: nn.Module) -> bool:
+    arguments = set(inspect.signature(type(decoder).forward).parameters)
+    return not follows_length(getattr(decoder, "rotary_emb", None)) and not arguments & _UNCUT
 
 
 def _check_config(config: PretrainedConfig, text: PretrainedConfig) -> None:

@@ -93,9 +93,11 @@ def sink_distance(decoder: nn.Module, attention: nn.Module, head_dim: int) -> Si
     layer_type = layer_types[attention.layer_idx] if layer_types else None
     if follows_length(embedding, layer_type):
         return SinkDistance(None, can_pin=True)
-    # What is normalized channel by channel can't be rotated on.
-    is_last = not source.normalizes_rotated
-    rotation = _rotation(embedding, layer_type, attention, head_dim) if is_last else None
+    # What is normalized channel by channel can't be rotated on, and where an image takes fewer
+    # positions than tokens a count of tokens says nothing of distances.
+    rotation = None
+    if not source.normalizes_rotated and not hasattr(embedding, "mrope_section"):
+        rotation = _rotation(embedding, layer_type, attention, head_dim)
     return SinkDistance(rotation, can_pin=rotation is not None)
 
 
