@@ -4,9 +4,9 @@ The functions have the signatures and the contract of `omlx_kernels.ops`. They c
 side relies on (dtypes, shapes, contiguity); the values in index tables are checked there, before
 anything is written. `build` compiles the library, `library` loads it and picks the instruction set.
 
-Decode, and extend by at most `MAX_NATIVE_QUERIES` tokens, run wholly in C++ on
-``torch.get_num_threads()`` threads. More queries are bound by arithmetic, so `extend` turns the
-blocks into floats range by range and lets torch attend.
+Decode, and extend by at most `library.max_queries` tokens, run wholly in C++ on
+``torch.get_num_threads()`` threads. More queries are bound by arithmetic, for which torch may have
+the better unit: `extend` turns the blocks into floats range by range and lets torch attend.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from omlx_kernels.native.arguments import (
 from omlx_kernels.native.library import available, isa
 
 __all__ = ["append_kv", "available", "convert_blocks", "copy_blocks", "isa", "paged_attention"]
-
-MAX_NATIVE_QUERIES = 16
-"""Queries of a sequence up to which reading the blocks costs more than the arithmetic."""
 
 # The structs of src/abi.h.
 _APPEND = struct.Struct("19q")
@@ -130,6 +127,7 @@ def paged_attention(
         sink_logits = sink_logits.float().contiguous()
         logits_pointer = sink_logits.data_ptr()
     num_tokens, num_heads, _ = q.shape
+    max_queries = library.max_queries()
     table = meta.block_table
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     arguments = _ATTENTION.pack(
@@ -138,15 +136,15 @@ def paged_attention(
         meta.query_start_loc.data_ptr(), table.shape[0], table.shape[1], q.data_ptr(),
         sink_pointer, logits_pointer, out.data_ptr(), q.stride(0), q.stride(1), sink_token,
         sink_head, num_tokens, num_heads, window_size or 0, keep_sinks, rotated_v,
-        MAX_NATIVE_QUERIES, torch.get_num_threads(),
+        max_queries, torch.get_num_threads(),
         0 if split_mass is None else split_mass.data_ptr(), meta.splits.data_ptr(),
         meta.split_starts.data_ptr(), meta.splits.shape[0], sm_scale, softcap or 0.0,
     )  # fmt: skip
     library.call("omlx_paged_attention", arguments)
-    if num_tokens > MAX_NATIVE_QUERIES:
+    if num_tokens > max_queries:
         bounds = meta.query_start_loc.tolist()
         for seq, (first, last) in enumerate(pairwise(bounds)):
-            if last - first > MAX_NATIVE_QUERIES:
+            if last - first > max_queries:
                 out[first:last] = extend.attend(
                     q[first:last], blocks, meta, seq, sm_scale=sm_scale, window_size=window_size,
                     keep_sinks=keep_sinks, rotated_v=rotated_v,

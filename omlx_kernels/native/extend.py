@@ -76,9 +76,9 @@ def attend(
         visible = _see(key_pos, query_pos, window_size, always, blocks.sink_tokens)
         if outside:
             visible = key_pos <= query_pos - window_size
-        visible = visible.expand(group, -1, -1).flatten(0, 1)
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-        parts.append((part_rows, part, mask[None, None], ~visible.any(-1)))
+        blind = ~visible.any(-1)
+        parts.append((part_rows, part, mask.repeat(group, 1)[None, None], blind.repeat(group)))
 
     most = max((int(part[:, 3].sum()) for _, part, _, _ in parts), default=0)
     scratch = torch.empty(2, heads * most * dim, dtype=q.dtype)

@@ -56,6 +56,7 @@ def _configure(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in _FUNCTIONS:
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.omlx_error.restype = library.omlx_isa.restype = ctypes.c_char_p
+    library.omlx_max_queries.restype = ctypes.c_int64
     library.omlx_choose_isa.argtypes = [ctypes.c_char_p]
     library.omlx_share_openmp.argtypes = [ctypes.c_void_p]
     library.omlx_share_openmp(torch_openmp())
@@ -102,6 +103,15 @@ def available() -> bool:
 def isa() -> str:
     """Return the instruction set in use: ``"avx512"``, ``"avx2"`` or ``"portable"``."""
     return load().omlx_isa().decode()
+
+
+def max_queries() -> int:
+    """Return the queries of a sequence up to which the C++ kernels beat torch's attention.
+
+    With AVX-512 they do for any number, unless the processor has AMX: torch's bfloat16 products
+    run on it. With less than AVX-512 they do for few queries only.
+    """
+    return load().omlx_max_queries()
 
 
 def choose_isa(name: str = "") -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,12 +46,23 @@ def test_ops_on_a_cpu_run_natively(calls):
     ]
 
 
-def test_many_queries_go_through_torch_on_gathered_blocks(calls):
-    new = native.MAX_NATIVE_QUERIES + 1
-    case = make_case([300, 300], [new, 1])
+def test_many_queries_stay_in_cpp_up_to_the_limit(calls, monkeypatch):
+    case = make_case([300, 300], [17, 1])
+    monkeypatch.setattr(library, "max_queries", lambda: 17)
     ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
-    assert calls[0] == "omlx_paged_attention"
-    assert set(calls[1:]) == {"omlx_gather", "omlx_merge"}
+    assert calls == ["omlx_paged_attention"]
+    monkeypatch.setattr(library, "max_queries", lambda: 16)
+    ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    assert calls[1] == "omlx_paged_attention"
+    assert set(calls[2:]) == {"omlx_gather", "omlx_merge"}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_limit_follows_the_instruction_set(isa):
+    flags = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    with forced_isa(isa):
+        wins = isa == "avx512" and not {"amx_bf16", "amx_tile"} <= set(flags.split())
+        assert (library.max_queries() > 10**6) == wins
 
 
 @pytest.fixture

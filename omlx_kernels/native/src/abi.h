@@ -110,5 +110,6 @@ OMLX_API int omlx_merge(const omlx::MergeArgs*);
 OMLX_API const char* omlx_error();             // of the calling thread's last failed call
 OMLX_API int omlx_choose_isa(const char* name);  // "" = the best one; 1 if it can't run here
 OMLX_API const char* omlx_isa();               // the one in use
+OMLX_API int64_t omlx_max_queries();  // of a sequence that it serves faster than torch would
 OMLX_API void omlx_share_openmp(void* gomp_parallel);  // null: the library's own threads
 OMLX_API const char* omlx_source_hash();       // of the sources that this library was built from

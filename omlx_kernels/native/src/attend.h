@@ -7,6 +7,9 @@
 #pragma once
 #include "tile_float.h"
 #include "tile_quantized.h"
+#if defined(OMLX_AVX512)
+#include "tile_packed.h"
+#endif
 
 namespace {
 
@@ -52,6 +55,11 @@ inline void attend_codes(const Blocks& b, int64_t head, const Piece* piece, cons
     if (more)
         next = tile_at<K_BITS, V_BITS>(b, tier, after->id, head, after == piece ? t + TILE : 0);
     const QuantizedTile tile = tile_at<K_BITS, V_BITS>(b, tier, piece->id, head, t);
+#if defined(OMLX_AVX512)
+    if (num_rows >= PACKED_ROWS)
+        return packed_tile<K_BITS, V_BITS>(tile, static_cast<int>(b.head_dim), seen, spans,
+                                           num_rows, s, out);
+#endif
     quantized_tile<K_BITS, V_BITS>(tile, more ? &next : nullptr, static_cast<int>(b.head_dim), seen,
                                    spans, num_rows, s, out);
 }

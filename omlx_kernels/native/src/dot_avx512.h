@@ -113,6 +113,39 @@ inline void k_scores(const uint8_t* k, int dim, QueryCodes q, float step, float 
     }
 }
 
+// Four tokens' codes of channels c .. c+63, interleaved byte by byte: dword D of lane L of x[i] holds
+// 4 tokens of channel c + 16 L + 4 i + D.
+template <int BITS>
+inline void interleave_4(const uint8_t* codes, int dim, int c, __mmask64 mask, __m512i* x) {
+    const int row = dim * BITS / 8;
+    const __m512i v0 = load_codes<BITS>(codes, dim, c, mask);
+    const __m512i v1 = load_codes<BITS>(codes + row, dim, c, mask);
+    const __m512i v2 = load_codes<BITS>(codes + 2 * row, dim, c, mask);
+    const __m512i v3 = load_codes<BITS>(codes + 3 * row, dim, c, mask);
+    const __m512i a = _mm512_unpacklo_epi8(v0, v1), b = _mm512_unpackhi_epi8(v0, v1);
+    const __m512i e = _mm512_unpacklo_epi8(v2, v3), f = _mm512_unpackhi_epi8(v2, v3);
+    x[0] = unpack_codes<BITS>(_mm512_unpacklo_epi16(a, e), dim, c);
+    x[1] = unpack_codes<BITS>(_mm512_unpackhi_epi16(a, e), dim, c);
+    x[2] = unpack_codes<BITS>(_mm512_unpacklo_epi16(b, f), dim, c);
+    x[3] = unpack_codes<BITS>(_mm512_unpackhi_epi16(b, f), dim, c);
+}
+
+// acc[0 .. 63] += step * (256 high + low), whose channels are in the order of interleave_4.
+inline void add_channels(const __m512i* high, const __m512i* low, float step, float* acc) {
+    __m512i s[4];
+    for (int i = 0; i < 4; ++i) s[i] = _mm512_add_epi32(_mm512_slli_epi32(high[i], 8), low[i]);
+    const __m512i even_a = _mm512_shuffle_i32x4(s[0], s[1], 0x88);
+    const __m512i even_b = _mm512_shuffle_i32x4(s[2], s[3], 0x88);
+    const __m512i odd_a = _mm512_shuffle_i32x4(s[0], s[1], 0xdd);
+    const __m512i odd_b = _mm512_shuffle_i32x4(s[2], s[3], 0xdd);
+    const __m512i ordered[4] = {_mm512_shuffle_i32x4(even_a, even_b, 0x88),
+                                _mm512_shuffle_i32x4(odd_a, odd_b, 0x88),
+                                _mm512_shuffle_i32x4(even_a, even_b, 0xdd),
+                                _mm512_shuffle_i32x4(odd_a, odd_b, 0xdd)};
+    for (int i = 0; i < 4; ++i)
+        store(acc + 16 * i, fma(to_vf(ordered[i]), splat(step), load(acc + 16 * i)));
+}
+
 // acc[r][c] += step[r] * sum_t weights[r][t] * v[t][c] for channels begin .. end-1 of rows of dim.
 // Four tokens' rows are interleaved byte by byte: each int32 of a dot holds 4 tokens of one channel.
 template <int BITS, int ROWS>
@@ -128,16 +161,8 @@ inline void v_values(const uint8_t* v, int dim, int begin, int end, int first, i
         for (int t = first & ~3; t < last; t += 4) {
             const uint8_t* codes = v + int64_t(t) * row;
             next.step((c + t) / 4, fetches);
-            const __m512i v0 = load_codes<BITS>(codes, dim, c, mask);
-            const __m512i v1 = load_codes<BITS>(codes + row, dim, c, mask);
-            const __m512i v2 = load_codes<BITS>(codes + 2 * row, dim, c, mask);
-            const __m512i v3 = load_codes<BITS>(codes + 3 * row, dim, c, mask);
-            const __m512i a = _mm512_unpacklo_epi8(v0, v1), b = _mm512_unpackhi_epi8(v0, v1);
-            const __m512i e = _mm512_unpacklo_epi8(v2, v3), f = _mm512_unpackhi_epi8(v2, v3);
-            const __m512i x[4] = {unpack_codes<BITS>(_mm512_unpacklo_epi16(a, e), dim, c),
-                                  unpack_codes<BITS>(_mm512_unpackhi_epi16(a, e), dim, c),
-                                  unpack_codes<BITS>(_mm512_unpacklo_epi16(b, f), dim, c),
-                                  unpack_codes<BITS>(_mm512_unpackhi_epi16(b, f), dim, c)};
+            __m512i x[4];
+            interleave_4<BITS>(codes, dim, c, mask, x);
             for (int r = 0; r < ROWS; ++r) {
                 int32_t h, l;
                 std::memcpy(&h, weights[r].high + t, 4);
@@ -148,23 +173,8 @@ inline void v_values(const uint8_t* v, int dim, int begin, int end, int first, i
                 }
             }
         }
-        for (int r = 0; r < ROWS; ++r) {
-            __m512i s[4];  // lane L of s[i]: channels 16 L + 4 i ..
-            for (int i = 0; i < 4; ++i)
-                s[i] = _mm512_add_epi32(_mm512_slli_epi32(high[r][i], 8), low[r][i]);
-            const __m512i even_a = _mm512_shuffle_i32x4(s[0], s[1], 0x88);
-            const __m512i even_b = _mm512_shuffle_i32x4(s[2], s[3], 0x88);
-            const __m512i odd_a = _mm512_shuffle_i32x4(s[0], s[1], 0xdd);
-            const __m512i odd_b = _mm512_shuffle_i32x4(s[2], s[3], 0xdd);
-            const __m512i ordered[4] = {_mm512_shuffle_i32x4(even_a, even_b, 0x88),
-                                        _mm512_shuffle_i32x4(odd_a, odd_b, 0x88),
-                                        _mm512_shuffle_i32x4(even_a, even_b, 0xdd),
-                                        _mm512_shuffle_i32x4(odd_a, odd_b, 0xdd)};
-            float* out = acc + r * acc_stride + c;
-            for (int i = 0; i < 4; ++i)
-                store(out + 16 * i,
-                      fma(to_vf(ordered[i]), splat(step[r]), load(out + 16 * i)));
-        }
+        for (int r = 0; r < ROWS; ++r)
+            add_channels(high[r], low[r], step[r], acc + r * acc_stride + c);
     }
 }
 

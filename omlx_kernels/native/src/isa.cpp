@@ -4,6 +4,9 @@
 #include <cstring>
 
 #include "error.h"
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 namespace omlx {
 
@@ -23,6 +26,16 @@ bool runs_here(const Kernels& k) {
                __builtin_cpu_supports("f16c");
 #endif
     return true;
+}
+
+// Whether torch's own attention has matrix units (AMX, bf16) to run on.
+bool has_matrix_units() {
+#ifdef __x86_64__
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
+#else
+    return false;
+#endif
 }
 
 const Kernels* const best_first[] = {
@@ -56,6 +69,11 @@ const Kernels& kernels() {
 
 OMLX_API int omlx_choose_isa(const char* name) {
     return omlx::guarded([&] { omlx::choose(name); });
+}
+OMLX_API int64_t omlx_max_queries() {
+    constexpr int64_t FEW = 16;  // for which reading the blocks costs more than the arithmetic
+    static const bool torch_has_more = omlx::has_matrix_units();
+    return omlx::kernels().shares_tiles && !torch_has_more ? INT64_MAX : FEW;
 }
 OMLX_API const char* omlx_isa() { return omlx::kernels().name; }
 OMLX_API const char* omlx_error() { return omlx::error_text; }

@@ -52,6 +52,7 @@ static inline Partial partial_at(float* memory, int64_t index, int64_t rows, int
 
 struct Kernels {
     const char* name;
+    bool shares_tiles;  // whether many rows share the work of laying out a tile
     // Floats of scratch that attend needs.
     int64_t (*scratch_floats)(int64_t head_dim);
     // Attend `rows` to the pieces: fills `out`.

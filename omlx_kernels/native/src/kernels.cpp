@@ -58,15 +58,17 @@ void merge(const MergeArgs& a, int64_t head) {
 
 namespace omlx {
 
-#define OMLX_KERNELS(isa)                                                               \
-    extern const Kernels kernels_##isa{#isa,           Scratch::floats, attend, finish, rotate, \
-                                       convert_floats, convert,         gather, merge}
+#define OMLX_KERNELS(isa, shares_tiles)                                             \
+    extern const Kernels kernels_##isa{#isa,           shares_tiles, Scratch::floats, \
+                                       attend,         finish,       rotate,          \
+                                       convert_floats, convert,      gather,          \
+                                       merge}
 #if defined(OMLX_AVX512)
-OMLX_KERNELS(avx512);
+OMLX_KERNELS(avx512, true);
 #elif defined(OMLX_AVX2)
-OMLX_KERNELS(avx2);
+OMLX_KERNELS(avx2, false);
 #else
-OMLX_KERNELS(portable);
+OMLX_KERNELS(portable, false);
 #endif
 
 }  // namespace omlx

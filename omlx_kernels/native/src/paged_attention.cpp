@@ -180,12 +180,12 @@ void attention(const AttentionArgs& a) {
     thread_local std::vector<int64_t> cuts;  // where the parts of a sequence's pieces begin, and end
     pieces.clear(), units.clear(), items.clear();
 
-    int64_t served = 0;
+    int64_t total = 0;  // units
     for (int64_t s = 0; s < a.num_seqs; ++s) {
         const int64_t n = a.query_start_loc[s + 1] - a.query_start_loc[s];
-        served += n > 0 && n <= a.max_queries;
+        if (n <= a.max_queries) total += b.kv_heads * ((n * group + MAX_ROWS - 1) / MAX_ROWS);
     }
-    const int64_t total = served * b.kv_heads, wanted = ITEMS_PER_THREAD * a.num_threads;
+    const int64_t wanted = ITEMS_PER_THREAD * a.num_threads;
     const int64_t max_parts = a.num_threads > 1 && total ? (wanted + total - 1) / total : 1;
 
     int64_t partial = 0, bytes = 0;
@@ -213,7 +213,7 @@ void attention(const AttentionArgs& a) {
         for (int64_t i = begin; i < int64_t(pieces.size()); ++i) {
             const int64_t codes = k_bits(pieces[i].tier) + v_bits(pieces[i].tier);
             const int64_t bits = codes ? codes : 16 * element_size(b.dtype);
-            bytes += pieces[i].count * b.head_dim * b.kv_heads * bits / 8;
+            bytes += pieces[i].count * b.head_dim * b.kv_heads * bits / 8 * n;
         }
         for (int64_t head = 0; head < b.kv_heads; ++head)
             for (int64_t row = 0; row < n * group; row += MAX_ROWS) {

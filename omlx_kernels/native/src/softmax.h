@@ -17,19 +17,19 @@ using namespace omlx;
 
 // Per row: the query (and that of sinks outside the window) in floats, and as codes for the key
 // scales of a group; scores, then weights, of a tile, and the weights as codes. One query with
-// scales folded in; one tile of 4-bit codes unpacked.
+// scales folded in; one tile of 4-bit codes unpacked, and one of keys or values laid out anew.
 struct Scratch {
     float *q, *sink_q, *folded, *scores, *steps, *k_steps, *biases;
     char* query_codes;
     WeightCodes* weights;
-    uint8_t* unpacked;
+    uint8_t *unpacked, *packed;
     int64_t stride;  // floats of a padded row
     float softcap;
 
     static int64_t floats(int64_t head_dim) {
         const int64_t stride = round_up(head_dim, 64);
         return MAX_ROWS * (2 * stride + stride / 2 + TILE + sizeof(WeightCodes) / 4 + 3) + stride +
-               TILE / 4 * stride;
+               2 * (TILE / 4 * stride);
     }
     Scratch(float* memory, const AttentionArgs& a)
         : stride(round_up(a.blocks.head_dim, 64)), softcap(static_cast<float>(a.softcap)) {
@@ -40,7 +40,8 @@ struct Scratch {
         query_codes = reinterpret_cast<char*>(scores + MAX_ROWS * TILE);
         weights = reinterpret_cast<WeightCodes*>(query_codes + MAX_ROWS * stride * 2);
         unpacked = reinterpret_cast<uint8_t*>(weights + MAX_ROWS);
-        steps = reinterpret_cast<float*>(unpacked + TILE * stride);
+        packed = unpacked + TILE * stride;
+        steps = reinterpret_cast<float*>(packed + TILE * stride);
         k_steps = steps + MAX_ROWS;
         biases = k_steps + MAX_ROWS;
     }
