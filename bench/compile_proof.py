@@ -32,6 +32,10 @@ SHARED_PER_SM = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 WARPS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 
 
+AMD_WIDTHS = {"ubyte": 8, "sbyte": 8, "ushort": 16, "short": 16, "dwordx2": 64, "dwordx4": 128}
+"""Bits of a load by the ending of its name; the others are 32 wide."""
+
+
 class StubDriver(DriverBase):
     """A driver that knows its target and nothing else."""
 
@@ -97,6 +101,19 @@ def recording(arch: int | str) -> Iterator[list]:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A two-dimensional tile that is copied to shared memory asynchronously.
+
+    Attributes:
+        num_bytes: bytes of the whole tile.
+        bits: bits that a thread copies at once.
+    """
+
+    num_bytes: int
+    bits: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What the machine code of one kernel shows.
 
@@ -108,7 +125,8 @@ class Report:
         registers: 32-bit registers a thread.
         spills: local-memory loads and stores (vector-register spills on AMD).
         shared: bytes of shared memory a program.
-        instructions: SASS instructions by opcode with its modifiers; empty on AMD.
+        instructions: machine instructions by opcode with its modifiers.
+        tiles: tiles that are copied to shared memory asynchronously (see `Tile`).
     """
 
     name: str
@@ -119,6 +137,7 @@ class Report:
     spills: int
     shared: int
     instructions: Counter[str]
+    tiles: tuple[Tile, ...] = ()
 
     def count(self, pattern: str) -> int:
         """Count the instructions whose full opcode matches the regular expression."""
@@ -126,17 +145,19 @@ class Report:
 
     @property
     def tensor_core(self) -> int:
-        """Tensor-core instructions (HMMA, IMMA, HGMMA, UTCHMMA ...)."""
-        return self.count(r"(H|I|Q|D)MMA|(H|I|Q)GMMA|UTC\w*MMA")
+        """Tensor-core instructions (HMMA, IMMA, HGMMA, UTCHMMA ...; v_mfma on AMD)."""
+        return self.count(r"(H|I|Q|D)MMA|(H|I|Q)GMMA|UTC\w*MMA|v_mfma")
 
     @property
     def copies(self) -> dict[int, int]:
         """Loads from global memory by width in bits, asynchronous copies included."""
         widths: Counter[int] = Counter()
         for op, n in self.instructions.items():
-            if op.startswith(("LDG.", "LDGSTS.", "LDG")):
+            if op.startswith("LDG"):
                 width = re.search(r"\.(?:U|S)?(8|16|64|128|256)\b", op)
                 widths[int(width.group(1)) if width else 32] += n
+            elif load := re.match(r"(?:global|buffer)_load_([a-z0-9]+)", op):
+                widths[AMD_WIDTHS.get(load.group(1), 32)] += n
         return dict(widths)
 
     @property
@@ -175,7 +196,7 @@ def inspect(kernel: object, arch: int | str) -> Report:
         return Report(
             registers=int(re.search(r"\.vgpr_count:\s*(\d+)", text).group(1)),
             spills=int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text).group(1)),
-            instructions=Counter(),
+            instructions=Counter(re.findall(r"^\s+([a-z]\w+)", text, re.M)),
             **common,
         )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -190,8 +211,31 @@ def inspect(kernel: object, arch: int | str) -> Report:
         registers=int(re.search(r"REG:(\d+)", usage).group(1)),
         spills=sum(n for op, n in instructions.items() if op.startswith(("STL", "LDL"))),
         instructions=instructions,
+        tiles=_tiles(kernel.asm["ttgir"]),
         **common,
     )
+
+
+def _tiles(ttgir: str) -> tuple[Tile, ...]:
+    """Find the asynchronous copies of tiles, and how many elements a thread copies at once.
+
+    The compiler notes the run of elements where it knows better than the layout.
+    """
+    layouts = dict(
+        re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[\d+, (\d+)\]", ttgir, re.M)
+    )
+    copies = re.findall(
+        r"ttg\.async_copy_global_to_local (.*?): "
+        r"tensor<(\d+)x(\d+)x!tt\.ptr<[a-z]+(\d+)>, (#\w+)",
+        ttgir,
+    )
+    tiles = []
+    for attributes, rows, columns, bits, layout in copies:
+        run = re.search(r"contiguity = (\d+)", attributes)
+        elements = int(run.group(1) if run else layouts.get(layout, 1))
+        num_bytes = int(rows) * int(columns) * int(bits) // 8
+        tiles.append(Tile(num_bytes, min(128, elements * int(bits))))
+    return tuple(tiles)
 
 
 def _run(tool: str, *args: str) -> str:

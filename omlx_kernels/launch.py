@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 Target = tuple[str, int | str]
@@ -19,6 +19,9 @@ BIG_SHARED = (80, 90, 100, 103)
 """NVIDIA architectures with 163 KiB or more of shared memory a program; the others have 99."""
 WGMMA = (90, 100, 103)
 """NVIDIA architectures whose dots take their operands from shared memory."""
+ALL_REGISTERS = 255
+"""As many as a thread can have. A bound that is said aloud keeps ptxas from setting one of its own,
+for the sake of occupancy, and spilling a few registers to keep it."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """The most registers a thread may have, None for the compiler's choice; NVIDIA only."""
+
+    def options(self) -> dict[str, int]:
+        """Return what a launch passes to the compiler."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
 def _power_of_2(n: int) -> int:
@@ -64,44 +74,57 @@ def decode_config(target: Target, block_d: int, dtype: str, group_size: int) -> 
         group_size: query heads that share a kv head.
     """
     backend, arch = target
-    block_m = min(64, max(16, _power_of_2(group_size)))
+    # Above 64 channels more than 16 rows spill; a larger group takes several tiles.
+    most = 64 if block_d <= 64 or backend == "interpreter" else 16
+    block_m = min(most, max(16, _power_of_2(group_size)))
     if backend == "interpreter":
         return TileConfig(block_m, 32, num_warps=4, num_stages=1)
-    if dtype == "float32":
-        return TileConfig(block_m, 16, num_warps=8, num_stages=1)
-    if backend == "hip" or block_d > 128:
+    if backend == "hip":
         return TileConfig(block_m, 32, num_warps=8 if block_d > 128 else 4, num_stages=2)
-    deep = backend == "cuda" and arch in BIG_SHARED
-    return TileConfig(block_m, 64, 8 if block_m > 32 else 4, num_stages=5 if deep else 3)
+    if dtype == "float32":
+        return TileConfig(block_m, 16, 8, num_stages=1, max_registers=ALL_REGISTERS)
+    if block_d > 128:
+        return TileConfig(block_m, 32, 8, num_stages=2, max_registers=ALL_REGISTERS)
+    warps = 8 if block_m > 32 else 4
+    # 168 registers let three programs of four warps share a multiprocessor; elsewhere they spill.
+    few = block_d <= 64 and block_m == 16 and arch in (86, 89)
+    registers = 168 if few else ALL_REGISTERS
+    return TileConfig(block_m, 64, warps, 5 if arch in BIG_SHARED else 3, registers)
 
 
 @cache
-def extend_config(target: Target, block_d: int, dtype: str, rows: int) -> TileConfig:
+def extend_config(
+    target: Target, block_d: int, dtype: str, rows: int, padded: bool = False
+) -> TileConfig:
     """Return the tile of extend: ``block_m`` stacked rows (queries x heads) x ``block_n`` hot keys.
+
+    A tile of at least as many rows as channels is shared out by rows, 16 to a warp: more warps than
+    that would compute the same rows again.
 
     Args:
         target, block_d, dtype: as for `decode_config`.
         rows: the most rows that a sequence has; smaller steps get smaller tiles.
+        padded: whether head_dim is less than ``block_d``: masks take registers, too.
     """
     backend, arch = target
+    block_m = max(16, _power_of_2(rows))
     if backend == "interpreter":
-        config = TileConfig(64, 32, num_warps=4, num_stages=1)
-    elif dtype == "float32":
-        config = TileConfig(16, 16, num_warps=8, num_stages=1)
-    elif backend == "hip":
-        config = TileConfig(64, 32, num_warps=4, num_stages=1)
-    elif block_d > 128:
-        config = TileConfig(16, 32, num_warps=8, num_stages=2)
-    elif arch in WGMMA:
-        config = TileConfig(128, 64, num_warps=8, num_stages=2)
-    elif block_d <= 64 or dtype == "float16":
-        config = TileConfig(64, 64, num_warps=8, num_stages=2)
-    else:  # bfloat16 queries are turned into float16 for K8V8 and held in registers
-        config = TileConfig(16 if arch == 120 else 32, 64, num_warps=4, num_stages=2)
-    block_m = min(config.block_m, max(16, _power_of_2(rows)))
-    if block_m < config.block_m:
-        config = replace(config, block_m=block_m, num_warps=min(config.num_warps, 4))
-    return config
+        return TileConfig(min(64, block_m), 32, num_warps=4, num_stages=1)
+    if backend == "hip":
+        return TileConfig(min(64, block_m), 32, num_warps=4, num_stages=1)
+    if dtype == "float32":
+        return TileConfig(16, 16, 8, num_stages=1, max_registers=ALL_REGISTERS)
+    if block_d > 128:
+        return TileConfig(16, 32, 8, num_stages=2, max_registers=ALL_REGISTERS)
+    if arch in WGMMA:
+        block_m = min(128, block_m)
+        return TileConfig(block_m, 64, 8 if block_m == 128 else 4, 2, ALL_REGISTERS)
+    # 128 rows of 128 channels spill on sm_80 ... sm_89, up to 32 instructions outside of the loops;
+    # with 64 rows, fewer than channels, the warps share out the keys instead.
+    most = 128 if block_d <= 64 else 32 if arch == 120 and padded else 64
+    block_m = min(most, block_m)
+    warps = 8 if block_m * block_d > 64 * 64 and block_m > 32 else 4
+    return TileConfig(block_m, 64, warps, num_stages=2, max_registers=ALL_REGISTERS)
 
 
 SPLIT_OVERHEAD = 0.5

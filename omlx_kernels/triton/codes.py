@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
+from triton.language.target_info import cuda_capability_geq, is_cuda
 
-from omlx_kernels.triton.common import INTERPRET, channels, tile_mask
+from omlx_kernels.triton.common import INTERPRET, channels, gated, tile_mask
 
 PERMUTE_BYTES = tl.constexpr(
     "prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;"
@@ -136,7 +136,7 @@ def load_k8(
     even, odd = _unpack_u8(_load_words(k_ptr, row, wanted, WORDS, BLOCK_W, True), DTYPE, 0.0)
     offs_w = channels(WORDS, BLOCK_W)
     # One mask for all scales of a tile, so that they are copied ahead, too.
-    mask = any_wanted & (tl.arange(0, BLOCK_W) % (BLOCK_W // 2) < WORDS // 2)
+    mask = gated(tl.arange(0, BLOCK_W) % (BLOCK_W // 2) < WORDS // 2, any_wanted)
     scale = _unpack_halves(tl.load(scale_ptr + offs_w, mask=mask, other=0), DTYPE)
     zero = _unpack_halves(tl.load(zero_ptr + offs_w, mask=mask, other=0), DTYPE)
     return _scaled(even, scale[0], zero[0]), _scaled(odd, scale[1], zero[1])
@@ -154,7 +154,7 @@ def load_k4(
     zero_ptr = zero_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + scale_row * (2 * WORDS)
     codes = _unpack_u4(_load_words(k_ptr, row, wanted, WORDS, BLOCK_W, False), DTYPE)
     offs_w = tl.arange(0, BLOCK_W)
-    mask = any_wanted & (offs_w < WORDS)
+    mask = gated(offs_w < WORDS, any_wanted)
     s = _unpack_halves(tl.load(scale_ptr + offs_w, mask=mask, other=0), DTYPE)
     z = _unpack_halves(tl.load(zero_ptr + offs_w, mask=mask, other=0), DTYPE)
     s_high = _unpack_halves(tl.load(scale_ptr + (offs_w + WORDS), mask=mask, other=0), DTYPE)
@@ -193,18 +193,18 @@ def _v4_factors(
     channel = FIRST + 2 * tl.arange(0, BLOCK_W)
     if GROUPS == 1:
         if PLANAR:
-            factor = tl.load(ptr + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=0.0)
+            factor = tl.load(ptr + row + offs_n, mask=gated(offs_n >= 0, any_wanted), other=0.0)
             factor = factor.to(DTYPE)[:, None]
         else:  # whose threads hold one row each: 16 bits would be no asynchronous copy
             offs_w = tl.arange(0, BLOCK_N // 2)
             words = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row // 2
-            words = tl.load(words + offs_w, mask=(offs_w >= 0) & any_wanted, other=0)
+            words = tl.load(words + offs_w, mask=gated(offs_w >= 0, any_wanted), other=0)
             even, odd = _unpack_halves(words, DTYPE)
             factor = tl.interleave(even, odd)[:, None]
     elif GROUPS % 2 == 0 and LOW // 2 == HIGH // 2:
         words = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * (GROUPS // 2) + LOW // 2
         words = words + offs_n * (GROUPS // 2)
-        words = tl.load(words, mask=(offs_n >= 0) & any_wanted, other=0)
+        words = tl.load(words, mask=gated(offs_n >= 0, any_wanted), other=0)
         even, odd = _unpack_halves(words, DTYPE)
         if LOW == HIGH:
             factor = even[:, None] if LOW % 2 == 0 else odd[:, None]
@@ -212,7 +212,8 @@ def _v4_factors(
             factor = tl.where((channel < 64 * HIGH)[None, :], even[:, None], odd[:, None])
     else:  # head_dims like 160 or 224: fetch them one by one
         ptr = ptr + row * GROUPS + (offs_n[:, None] * GROUPS + channel[None, :] // 64)
-        mask = any_wanted & (offs_n >= 0)[:, None] & (channel < FIRST + HEAD_DIM // 2)[None, :]
+        inside = (offs_n >= 0)[:, None] & (channel < FIRST + HEAD_DIM // 2)[None, :]
+        mask = gated(inside, any_wanted)
         factor = tl.load(ptr, mask=mask, other=0.0).to(DTYPE)
     return factor
 
@@ -270,4 +271,20 @@ def assemble(planes, BITS: tl.constexpr):
     if BITS == 4:
         halves = tl.join(x, tl.interleave(planes[2], planes[3]))
         x = tl.reshape(tl.permute(halves, (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
+    return x
+
+
+@triton.jit
+def settle(x):
+    """Return ``x`` unchanged, and keep the compiler from computing it once for each warp.
+
+    Where every warp needs a whole tile, triton moves its layout of dot operands up to the loads:
+    each warp unpacks all codes and holds all values in registers. An instruction that it must not
+    touch (there is none: the assembly is empty) leaves the tile shared out, to go through shared
+    memory. sm_100 brings the tile to its tensor cores in a way of its own, which this would break.
+    """
+    if not INTERPRET and is_cuda() and x.dtype.primitive_bitwidth == 16:
+        IS_SM100: tl.constexpr = cuda_capability_geq(10, 0) and not cuda_capability_geq(12, 0)
+        if not IS_SM100:
+            x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x

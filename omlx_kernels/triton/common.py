@@ -13,6 +13,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
 
@@ -93,6 +94,18 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def untraced(x):
+    """Return an int32 scalar that the compiler cannot tell to be ``x``.
+
+    What is computed from it is computed there and then, where the compiler would keep the same
+    values from an earlier computation in registers over all loops in between (or spill them).
+    """
+    if not INTERPRET and is_cuda():
+        x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.int32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
 def channels(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the channel that each column of a tile holds; `tile_mask` says which columns do.
 
@@ -112,6 +125,18 @@ def tile_mask(rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
         is_channel = tl.arange(0, BLOCK_D) % (BLOCK_D // 2) < HEAD_DIM // 2
         mask = mask & is_channel[None, :]
     return mask
+
+
+@triton.jit
+def gated(mask, flag):
+    """Return ``mask`` where the scalar ``flag`` is set, else nothing.
+
+    triton 3.9's interpreter makes integers of the scalar's copies, which loads refuse as a mask.
+    """
+    both = mask & flag
+    if INTERPRET:
+        both = both != 0
+    return both
 
 
 @triton.jit

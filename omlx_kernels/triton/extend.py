@@ -40,11 +40,37 @@ from omlx_kernels.triton.common import (
     score_factors,
     tier_pointers,
     tile_mask,
+    untraced,
     visible_tiles,
 )
 from omlx_kernels.triton.quantized import attend_quantized_tiles
 from omlx_kernels.triton.rotation import hadamard_columns
 from omlx_kernels.triton.tiers import attend_hot_tiles, attend_sink_page
+
+
+@triton.jit
+def _rows(
+    tile, head_tile, kv_head, num_queries,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return the query and the head of each row of a tile, and whether there is such a row."""
+    offs_m = tl.arange(0, BLOCK_M)
+    query = tile * BLOCK_Q + offs_m // HEADS
+    group_head = head_tile * HEADS + offs_m % HEADS
+    is_row = (offs_m < BLOCK_Q * HEADS) & (query < num_queries) & (group_head < GROUP_SIZE)
+    return query, (kv_head * GROUP_SIZE + group_head).to(tl.int64), is_row
+
+
+@triton.jit
+def _load_rows(
+    ptr, stride_token, stride_head, token, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load the rows of a tile (`_rows`) of queries: [BLOCK_M, BLOCK_D]."""
+    query, head, is_row = rows
+    offsets = (token + query).to(tl.int64) * stride_token + head * stride_head
+    offs_d = channels(HEAD_DIM, BLOCK_D)
+    mask = tile_mask(is_row, HEAD_DIM, BLOCK_D)
+    return tl.load(ptr + offsets[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(
@@ -101,19 +127,11 @@ def _paged_extend_kernel(
     if tile * BLOCK_Q >= num_queries:
         return
 
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = channels(HEAD_DIM, BLOCK_D)
-    query = tile * BLOCK_Q + offs_m // HEADS
-    group_head = head_tile * HEADS + offs_m % HEADS
-    is_row = (offs_m < BLOCK_Q * HEADS) & (query < num_queries) & (group_head < GROUP_SIZE)
-    mask = tile_mask(is_row, HEAD_DIM, BLOCK_D)
-    q_token = (token + query).to(tl.int64)
-    head = (kv_head * GROUP_SIZE + group_head).to(tl.int64)
-    q_row = q_token * stride_q_token + head * stride_q_head
-    q = tl.load(q_ptr + q_row[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    rows = _rows(tile, head_tile, kv_head, num_queries, HEADS, GROUP_SIZE, BLOCK_Q, BLOCK_M)
+    q = _load_rows(q_ptr, stride_q_token, stride_q_head, token, rows, HEAD_DIM, BLOCK_D)
 
     # Rows past the tile's end see what a later query would; they are not stored.
-    row_pos = seq_len - num_queries + query
+    row_pos = seq_len - num_queries + rows[0]
     first_pos = seq_len - num_queries + tile * BLOCK_Q
     key_first = tl.maximum(first_pos - window_size + 1, 0)
     key_stop = tl.minimum(first_pos + BLOCK_Q, seq_len)
@@ -152,16 +170,25 @@ def _paged_extend_kernel(
         q, acc, m_i, l_i, k4v4, table_ptr, starts_ptr, lo, hi, kv_head, seen, scoring, 4, 4,
         KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUANT_GROUP, PLANAR=False,
     )  # fmt: skip
+
+    # The rows and the queries are found anew where they are needed again, not kept meanwhile.
     if KEEP_SINKS or key_first < SINK_TOKENS:
+        tile = untraced(tile)
+        rows = _rows(tile, head_tile, kv_head, num_queries, HEADS, GROUP_SIZE, BLOCK_Q, BLOCK_M)
+        q = _load_rows(q_ptr, stride_q_token, stride_q_head, token, rows, HEAD_DIM, BLOCK_D)
         sink_q = None
         if sink_q_ptr is not None:
-            q_row = q_token * stride_sink_q_token + head * stride_sink_q_head
-            sink_q = tl.load(sink_q_ptr + q_row[:, None] + offs_d[None, :], mask=mask, other=0.0)
+            sink_q = _load_rows(
+                sink_q_ptr, stride_sink_q_token, stride_sink_q_head, token, rows, HEAD_DIM, BLOCK_D
+            )
         page = tl.load(sink_pages_ptr + seq)
         acc, m_i, l_i = attend_sink_page(
             q, sink_q, acc, m_i, l_i, sink, page, kv_head, seen, scoring, KEEP_SINKS, SINK_TOKENS,
             KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SINK,
         )  # fmt: skip
+    tile = untraced(tile)
+    rows = _rows(tile, head_tile, kv_head, num_queries, HEADS, GROUP_SIZE, BLOCK_Q, BLOCK_M)
+    q = _load_rows(q_ptr, stride_q_token, stride_q_head, token, rows, HEAD_DIM, BLOCK_D)
     lo, hi = visible_tiles(
         starts_ptr, hot_first, k8v8_first, key_first, key_stop, BLOCK_SIZE, BLOCK_N
     )
@@ -170,6 +197,10 @@ def _paged_extend_kernel(
         BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
+    tile = untraced(tile)
+    query, head, is_row = _rows(
+        tile, head_tile, kv_head, num_queries, HEADS, GROUP_SIZE, BLOCK_Q, BLOCK_M
+    )
     if sink_logits_ptr is not None:  # a learned sink: one more key, without a value
         logit = tl.load(sink_logits_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         m_all = tl.maximum(m_i, logit)
@@ -178,6 +209,7 @@ def _paged_extend_kernel(
         acc = acc * alpha[:, None]
     inverse = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key: 0
     out = acc * inverse[:, None]
+    q_token = (token + query).to(tl.int64)
     out_row = out_ptr + (q_token * (KV_HEADS * GROUP_SIZE) + head) * HEAD_DIM
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if ROTATED:
@@ -191,6 +223,8 @@ def _paged_extend_kernel(
             inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
             tl.store(out_row[:, None] + columns[None, :], rotated, mask=inside)
     else:
+        offs_d = channels(HEAD_DIM, BLOCK_D)
+        mask = tile_mask(is_row, HEAD_DIM, BLOCK_D)
         tl.store(out_row[:, None] + offs_d[None, :], narrow(out, DTYPE), mask=mask)
 
 
@@ -213,7 +247,7 @@ def paged_extend(
     group = q_heads // kv_heads
     tile_d = block_d(dim)
     rows = group * meta.max_query_len
-    config = extend_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], rows)
+    config = extend_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], rows, dim < tile_d)
     sink_q = sink_q if keep_sinks and window_size is not None else None
     head_tiles = triton.cdiv(group, config.block_m)
     heads = triton.cdiv(group, head_tiles)
@@ -252,9 +286,8 @@ def paged_extend(
             BLOCK_N=config.block_n,
             BLOCK_SINK=block_sink(blocks.sink_tokens),
             QUANT_GROUP=QUANT_GROUP,
-            COLUMNS=min(64, tile_d),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            COLUMNS=16 if q.dtype == torch.float32 else 64,
+            **config.options(),
             enable_fp_fusion=True,
         )
     return out

@@ -11,9 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from omlx_kernels.triton.codes import assemble, load_k4, load_k8, load_v4, load_v8, planes_of
+from omlx_kernels.triton.codes import (
+    assemble,
+    load_k4,
+    load_k8,
+    load_v4,
+    load_v8,
+    planes_of,
+    settle,
+)
 from omlx_kernels.triton.common import (
     dot,
+    gated,
     mask_scores,
     narrow,
     online_softmax,
@@ -56,7 +65,11 @@ def attend_quantized_tiles(
     row_pos, key_first, key_stop, window_size = seen
     DTYPE: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     TILES: tl.constexpr = BLOCK_SIZE // QUANT_GROUP
-    q = narrow(q.to(tl.float32), DTYPE)
+    IS_CAST: tl.constexpr = q.dtype != DTYPE
+    if IS_CAST:
+        q = narrow(q.to(tl.float32), DTYPE)
+    if not PLANAR and (IS_CAST or q.shape[0] < q.shape[1]):
+        q = settle(q)  # else it would stay in registers, not in shared memory
     q_planes = planes_of(q, K_BITS) if PLANAR else (q,)
     acc_planes = planes_of(acc, V_BITS) if PLANAR else (acc,)
     offs_n = tl.arange(0, QUANT_GROUP)
@@ -81,12 +94,18 @@ def attend_quantized_tiles(
                 blocks[0], blocks[2], blocks[3], row, scale_row, wanted, any_wanted, HEAD_DIM,
                 BLOCK_D, DTYPE,
             )  # fmt: skip
-        dots = _dot_planes(q_planes, k if PLANAR else (assemble(k, K_BITS),))
+        if not PLANAR:
+            k = (assemble(k, K_BITS),)
+            if q.shape[0] >= q.shape[1]:  # triton then gives each warp rows of its own
+                k = (settle(k[0]),)
+        dots = _dot_planes(q_planes, k)
         scores = scale_scores(dots, scoring[0], scoring[1])
         scores = mask_scores(scores, key_pos, row_pos, window_size, False)
 
         if V_BITS == 8:
-            scale = tl.load(blocks[4] + row + offs_n, mask=(offs_n >= 0) & any_wanted, other=1.0)
+            scale = tl.load(
+                blocks[4] + row + offs_n, mask=gated(offs_n >= 0, any_wanted), other=1.0
+            )
             scale = tl.where(wanted, scale.to(tl.float32), 1.0)
             weights = scores + rough_log2(scale)[None, :]
             p, alpha, m_i = online_softmax(scores, weights, m_i)

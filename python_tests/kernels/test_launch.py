@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlx_kernels.launch import SPLIT_SIZES, blocks_per_split, decode_config, extend_config
+from omlx_kernels.launch import (
+    SPLIT_SIZES,
+    TileConfig,
+    blocks_per_split,
+    decode_config,
+    extend_config,
+)
 
 
 def test_needs_neither_torch_nor_triton():
@@ -60,6 +66,24 @@ def test_tiles_divide_blocks(target, block_d, dtype):
     ):
         assert 64 % config.block_n == 0
         assert config.block_m >= 16
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("block_d", [64, 128, 256])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 20, 64, 4096])
+def test_extend_does_not_compute_rows_twice(arch, block_d, padded, rows):
+    config = extend_config(("cuda", arch), block_d, "bfloat16", rows, padded)
+    assert config.block_m <= max(16, 2 * rows)
+    if config.block_m >= block_d:  # warps share out the rows, 16 each
+        assert config.num_warps * 16 <= config.block_m
+
+
+def test_options_leave_out_what_is_not_set():
+    assert TileConfig(16, 32, 4, 2).options() == {"num_warps": 4, "num_stages": 2}
+    assert TileConfig(16, 32, 4, 2, 168).options()["maxnreg"] == 168
+    # AMD's compiler does not know the option.
+    assert "maxnreg" not in decode_config(("hip", "gfx942"), 128, "float32", 4).options()
 
 
 def test_byte_permutation_equals_the_portable_path():

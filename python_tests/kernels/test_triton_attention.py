@@ -43,7 +43,10 @@ def check(case: Case, **kwargs) -> None:
 def settings_of_case(draw, lens: list[int], new: list[int]) -> tuple[Case, dict]:
     """Draw everything but the lengths."""
     heads = draw(st.sampled_from([(1, 1), (3, 1), (4, 2), (2, 2), (18, 1)]), label="heads")
-    window = draw(st.none() | st.integers(1, 300), label="window")
+    # Anywhere, or within a key or two of a block's first token for the newest query.
+    edges = st.builds(lambda block, d: max(1, lens[0] - 64 * block - 4 + d), st.integers(0, 4),
+                      st.integers(-1, 2))  # fmt: skip
+    window = draw(st.none() | st.integers(1, 300) | edges, label="window")
     rotated = draw(st.booleans(), label="rotated")
     case = make_case(
         lens,
@@ -154,6 +157,59 @@ def test_permuted_table_rows_change_nothing_but_rounding():
     check(case, window_size=150)
 
 
+@pytest.mark.parametrize("new", [1, 40])
+def test_permuted_physical_blocks_change_nothing(new):
+    case = make_case([460, 70], [new, 1], head_dim=32, cold_tiers=BLOCK_TIERS[1:], hot_blocks=2)
+    want = run(case, window_size=300)
+    gen = torch.Generator().manual_seed(1)
+    moved = {}  # tier -> new place of each physical block
+    for tier in Tier:
+        blocks = case.blocks.tier(tier)
+        moved[tier] = torch.randperm(blocks.num_blocks, generator=gen).int()
+        for tensor in blocks.tensors().values():
+            tensor[moved[tier].long()] = tensor.clone()
+    meta = case.meta
+    meta.sink_pages.copy_(moved[Tier.SINK][meta.sink_pages.long()])
+    for seq, bounds in enumerate(meta.tier_starts.tolist()):
+        for tier, (first, last) in zip(BLOCK_TIERS, itertools.pairwise(bounds), strict=True):
+            row = meta.block_table[seq, first:last]
+            row.copy_(moved[tier][row.long()])
+    assert torch.equal(run(case, window_size=300), want)
+
+
+@pytest.mark.parametrize("cut", [1, 17, 39])
+@pytest.mark.parametrize("window", [None, 100])
+def test_pieces_equal_the_whole(cut, window):
+    # The first piece is asked while the second is already stored: it must not see it.
+    case = make_case([300], [40], head_dim=32, num_q_heads=4, cold_tiers=BLOCK_TIERS[1:])
+    whole = run(case, window_size=window)
+
+    def piece(first: int, last: int) -> torch.Tensor:
+        meta = dataclasses.replace(
+            case.meta,
+            seq_lens=torch.tensor([260 + last], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, last - first], dtype=torch.int32),
+            max_query_len=last - first,
+        )
+        return run(dataclasses.replace(case, q=case.q[first:last], meta=meta), window_size=window)
+
+    pieces = torch.cat([piece(0, cut), piece(cut, 40)])
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_more_query_heads_than_a_tile_has_rows(new, monkeypatch):
+    from omlx_kernels.triton import decode, extend
+
+    grids = []
+    for module, name in ((decode, "_paged_decode_kernel"), (extend, "_paged_extend_kernel")):
+        monkeypatch.setattr(module, name, _Spy(getattr(module, name), name, [], grids))
+    case = make_case([140], [new], num_q_heads=130, num_kv_heads=1, cold_tiers=BLOCK_TIERS[1:])
+    check(case)
+    kv_heads_and_tiles = grids[0][2] if new == 1 else grids[0][1]
+    assert kv_heads_and_tiles == 3, "tiles of at most 64 query heads for the only kv head"
+
+
 @pytest.mark.parametrize("new", [1, 20])
 def test_strided_queries(new):
     case = make_case([90], [new], num_q_heads=4, num_kv_heads=2, head_dim=32)
@@ -244,11 +300,13 @@ def test_dispatch(new, kernel, monkeypatch):
 
 
 class _Spy:
-    """Stands for a kernel and notes its launches."""
+    """Stands for a kernel and notes its launches and their grids."""
 
-    def __init__(self, kernel, name: str, ran: list[str]) -> None:
+    def __init__(self, kernel, name: str, ran: list[str], grids: list | None = None) -> None:
         self.kernel, self.name, self.ran = kernel, name, ran
+        self.grids = [] if grids is None else grids
 
     def __getitem__(self, grid):
         self.ran.append(self.name)
+        self.grids.append(grid)
         return self.kernel[grid]
