@@ -342,6 +342,21 @@ class PagedCache(Cache):
         if self._valid is not None:
             self._valid = self._valid[chosen]
 
+    @property
+    def batch_size(self) -> int:
+        """Rows that the cache holds; -1 before its first step."""
+        return len(self.groups[0].rows) or -1
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse to move a layer's keys and values: they are blocks, shared and of mixed bits."""
+        raise NotImplementedError(
+            "PagedCache: a layer can't be moved to the CPU and back as transformers' offloaded "
+            "caches do; bound the memory with omlx_cache.patch(model, window_size=...) or "
+            "cache_bits instead"
+        )
+
+    prefetch = offload
+
     def __deepcopy__(self, memo: dict) -> PagedCache:
         """Copy blocks and tables; the copy goes its own way."""
         self.drop_dead_step()

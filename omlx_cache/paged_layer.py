@@ -130,6 +130,20 @@ class PagedLayer(CacheLayerMixin):
         self._rotation = self._rotation.to(q.device)
         return self._rotation.rotate(q, offsets)
 
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the layer sees a window: its own, or the configuration's."""
+        return self.group.geometry.window_size is not None
+
+    @property
+    def record_past(self) -> bool:
+        """Whether what the window leaves behind is kept until the next `crop`; of all layers."""
+        return self.group.keep_past
+
+    @record_past.setter
+    def record_past(self, keep: bool) -> None:
+        self.group.keep_past = keep
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns that a mask covers, offset of the first)."""
         return self.num_columns + query_length, 0
@@ -141,3 +155,12 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: no bound on the columns."""
         return -1
+
+    def _refuse(self, *args, **kwargs) -> None:
+        raise NotImplementedError(
+            "PagedLayer: layers share their rows and blocks, and can't be changed one by one; call "
+            "the method of this name on the PagedCache"
+        )
+
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    offload = prefetch = _refuse

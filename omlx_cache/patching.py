@@ -71,6 +71,7 @@ def patch(
     _replace_method(state, state.spec.decoder, "forward", _decoder_forward)
     _replace_method(state, inner, "generate", _generate)
     _replace_method(state, inner, "create_masks_for_generate", _create_masks_for_generate)
+    _replace_method(state, inner, "init_continuous_batching", _refuse_continuous_batching)
     return model
 
 
@@ -198,3 +199,12 @@ def _create_masks_for_generate(
 def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwargs):
     """Stand in for the model's generate."""
     return run_generate(self, inputs, generation_config, args, kwargs)
+
+
+def _refuse_continuous_batching(self: nn.Module, *args, **kwargs) -> None:
+    """Stand in for what generate_batch begins with, before it changes the model's attention."""
+    raise NotImplementedError(
+        "omlx_cache: continuous batching (generate_batch) can't be served, it brings a cache and an "
+        "attention of its own; call model.generate with a padded batch, or "
+        "omlx_cache.unpatch(model) first"
+    )

@@ -1,0 +1,191 @@
+"""Everything that transformers' `Cache` offers, on a `PagedCache`: the right answer, or a refusal.
+
+What the operations do to a text is in ``test_cache_in_model.py`` and ``test_generation_modes.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from tiny import random_ids, tiny_model
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import omlx_cache
+from omlx_cache.compat import cache_name
+
+SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0}
+
+SERVED = {
+    "activate_past_recording",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+    "batch_size",
+    "crop",
+    "early_initialization",
+    "get_mask_sizes",
+    "get_max_cache_shape",
+    "get_max_length",
+    "get_query_offset",
+    "get_seq_length",
+    "is_compileable",
+    "is_croppable",
+    "is_dummy",
+    "is_initialized",
+    "is_linear",
+    "is_recording_past",
+    "is_sliding",
+    "max_batch_size",
+    "max_cache_len",
+    "reorder_cache",
+    "reset",
+    "update",
+}
+REFUSED = {
+    "get_conv_state",
+    "get_recurrent_state",
+    "has_previous_state",
+    "offload",
+    "prefetch",
+    "update_conv_state",
+    "update_indexer",
+    "update_recurrent_state",
+}
+
+
+def step(model, cache, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **{cache_name(type(model).forward): cache}, **kwargs).logits
+
+
+@pytest.fixture
+def model():
+    return omlx_cache.patch(tiny_model("gemma2"), window_size=None, **SMALL)
+
+
+@pytest.fixture
+def cache(model):
+    cache = omlx_cache.PagedCache(model)
+    step(model, cache, random_ids(2, 70))
+    return cache
+
+
+def test_no_method_of_this_version_is_unknown_here():
+    public = {name for name, _ in inspect.getmembers(Cache) if not name.startswith("_")}
+    assert public <= SERVED | REFUSED
+
+
+def test_answers_are_those_of_the_stock_cache(cache):
+    stock = DynamicCache(config=tiny_model("gemma2").config)
+    step(tiny_model("gemma2"), stock, random_ids(2, 70))
+    for name in ("is_sliding", "is_linear", "is_dummy", "is_initialized", "is_croppable"):
+        if hasattr(stock, name):
+            assert getattr(cache, name) == getattr(stock, name), name
+    assert len(cache) == len(stock) == 2
+    for layer in range(2):
+        assert cache.get_seq_length(layer) == stock.get_seq_length(layer) == 70
+        assert cache.get_query_offset(layer) == stock.get_query_offset(layer) == 70
+    assert cache.get_mask_sizes(3, 1) == stock.get_mask_sizes(3, 1) == (73, 0)
+
+
+def test_lengths_and_rows(model, cache):
+    assert cache.get_max_length() == cache.get_max_length(0) == -1
+    assert cache.batch_size == 2
+    assert cache.is_compileable
+    for name in ("max_batch_size", "max_cache_len"):  # gone since 5.18
+        if hasattr(Cache, name):
+            assert getattr(cache, name) == (2 if name == "max_batch_size" else -1)
+    cache.batch_repeat_interleave(3)
+    assert cache.batch_size == 6
+    cache.reset()
+    assert (cache.batch_size, cache.get_seq_length()) == (-1, 0)
+    step(model, cache, random_ids(3, 5))
+    assert cache.batch_size == 3
+
+
+def test_every_layer_slides_under_a_window():
+    model = omlx_cache.patch(tiny_model(), window_size=50, **SMALL)
+    assert omlx_cache.PagedCache(model).is_sliding == [True] * 3
+    omlx_cache.patch(model, window_size=None)
+    assert omlx_cache.PagedCache(model).is_sliding == [False] * 3
+
+
+def test_recording_the_past_is_seen_and_ended(cache):
+    assert not cache.layers[0].record_past
+    cache.activate_past_recording()
+    assert all(layer.record_past for layer in cache.layers)
+    for layer in cache.layers:  # how generate() ends it
+        layer.record_past = False
+    assert not any(group.keep_past for group in cache.groups)
+
+
+def test_early_initialization_changes_nothing_later(model, cache):
+    early = omlx_cache.PagedCache(model)
+    assert not early.is_initialized
+    early.early_initialization(2, 2, 256, torch.float32, torch.device("cpu"))
+    assert early.is_initialized
+    step(model, early, random_ids(2, 70))
+    tail = random_ids(2, 5, seed=1)
+    assert torch.equal(step(model, early, tail), step(model, cache, tail))
+
+
+def test_offloading_is_refused(cache):
+    for method in (cache.offload, cache.prefetch):
+        with pytest.raises(NotImplementedError, match="bound the memory with"):
+            method(0)
+
+
+def test_states_of_other_kinds_of_layers_are_refused(cache):
+    state = torch.zeros(2, 4)
+    for name in REFUSED - {"offload", "prefetch"}:
+        method = getattr(cache, name, None)
+        if method is None:
+            continue
+        arguments = (state, 0) if name.startswith("update") else (0,)
+        with pytest.raises((ValueError, AttributeError)):
+            method(*arguments)
+    assert cache.get_seq_length() == 70
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["reset", "crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"]
+    + ["offload", "prefetch"],
+)
+def test_a_layer_alone_is_refused(cache, name):
+    assert name in vars(CacheLayerMixin) or name in vars(DynamicCache(config=None).layer_class_to_replicate)
+    with pytest.raises(NotImplementedError, match="on the PagedCache"):
+        getattr(cache.layers[0], name)(0)
+
+
+def test_update_outside_of_a_step_is_refused(cache):
+    keys = torch.zeros(2, 2, 1, 256)
+    with pytest.raises(RuntimeError, match=r"call omlx_cache\.patch\(model\)"):
+        cache.update(keys, keys, 0)
+
+
+def test_continuous_batching_is_refused_and_changes_nothing(model):
+    ids = random_ids(1, 40)
+    before = step(model, omlx_cache.PagedCache(model), ids)
+    for call in (
+        lambda: model.generate_batch([[5, 6, 7]]),
+        lambda: model.init_continuous_batching(),
+    ):
+        with pytest.raises(NotImplementedError, match=r"continuous batching .* can't be served"):
+            call()
+    assert torch.equal(step(model, omlx_cache.PagedCache(model), ids), before)
+    with pytest.raises(ValueError, match="cache_implementation must be None"):
+        model.generate(ids, cache_implementation="paged", max_new_tokens=2)
+    omlx_cache.unpatch(model)
+    assert "init_continuous_batching" not in vars(model)
+
+
+def test_gradients_are_refused():
+    model = omlx_cache.patch(tiny_model())
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        model(random_ids(1, 10)).logits.sum().backward()
+    model.train()
+    with pytest.raises(RuntimeError, match="can't be trained"):
+        model(random_ids(1, 10), labels=random_ids(1, 10))
