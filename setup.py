@@ -54,6 +54,7 @@ setup(
         "rich",
         "safetensors",
         "filelock",
+        "zstandard",
     ],
     extras_require={
         "gptq": GPTQ,

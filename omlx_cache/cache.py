@@ -8,9 +8,12 @@ each row were real, and hands only those to the layer groups.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence
+from omlx_cache.storage.saved_cache import SavedCache, save_cache
 
 _UNQUANTIZED = {"cache_bits": 16, "tiers": None, "max_gpu_blocks": None}
 
@@ -65,6 +69,7 @@ class PagedCache(Cache):
         return cache
 
     def _build(self, state: PatchState, overrides: dict | None = None) -> None:
+        self._state = weakref.ref(state)
         self.config = state.config.model_copy(update=overrides)
         self.windows = state.spec.windows
         self.meter = MemoryMeter()
@@ -372,8 +377,32 @@ class PagedCache(Cache):
     def __reduce__(self) -> str | tuple:
         raise TypeError(
             "PagedCache: a cache can't be pickled; its blocks live on the model's devices, and it "
-            "serves one process only. Copy it with copy.deepcopy(cache)"
+            "serves one process only. Copy it with copy.deepcopy(cache), or cache.save(path)"
         )
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        compress: bool = True,
+    ) -> None:
+        """Write every sequence into a file, from which `load` continues; see `save_cache`."""
+        self.drop_dead_step()
+        if self._is_in_step():
+            raise RuntimeError("PagedCache: a cache can't be saved while a step is running")
+        state = self._state()
+        if state is None:
+            raise RuntimeError(
+                "PagedCache.save: the model that filled the cache must still be patched, got none; "
+                "save the cache before omlx_cache.unpatch(model)"
+            )
+        save_cache(self, path, state.spec.decoder, extra=extra, compress=compress)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: torch.nn.Module) -> PagedCache:
+        """Read a cache that `save` wrote, for the same model, patched; see `SavedCache.restore`."""
+        return SavedCache(path).restore(model)
 
     def report(self) -> CacheReport:
         """Take a snapshot of what the cache holds."""
