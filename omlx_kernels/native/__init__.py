@@ -12,6 +12,7 @@ blocks into floats range by range and lets torch attend.
 from __future__ import annotations
 
 import struct
+from dataclasses import fields
 from itertools import pairwise
 
 import torch
@@ -24,13 +25,14 @@ from omlx_kernels.native.arguments import (
     block_fields,
     check_append,
     check_convert,
+    check_copy,
     check_layer,
     check_on_cpu,
     tier_fields,
 )
 from omlx_kernels.native.library import available, isa
 
-__all__ = ["append_kv", "available", "convert_blocks", "isa", "paged_attention"]
+__all__ = ["append_kv", "available", "convert_blocks", "copy_blocks", "isa", "paged_attention"]
 
 MAX_NATIVE_QUERIES = 16
 """Queries of a sequence up to which reading the blocks costs more than the arithmetic."""
@@ -38,7 +40,8 @@ MAX_NATIVE_QUERIES = 16
 # The structs of src/abi.h.
 _APPEND = struct.Struct("19q")
 _CONVERT = struct.Struct("24q")
-_ATTENTION = struct.Struct("63q2d")
+_COPY = struct.Struct("17q")
+_ATTENTION = struct.Struct("67q2d")
 
 
 def append_kv(
@@ -81,6 +84,24 @@ def convert_blocks(
     library.call("omlx_convert_blocks", arguments)
 
 
+def copy_blocks(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """Copy blocks of one tier; see `omlx_kernels.ops.copy_blocks`.
+
+    Raises:
+        ValueError: also for an id out of range, a target listed twice or also listed as a source.
+    """
+    check_copy(blocks, src_ids, dst_ids)
+    src_ids, dst_ids = src_ids.contiguous(), dst_ids.contiguous()
+    parts = [getattr(blocks, f.name) for f in fields(blocks)]
+    arguments = _COPY.pack(
+        *tier_fields(blocks)[:-1],
+        *[0 if x is None else x[:1].numel() * x.element_size() for x in parts],
+        blocks.num_blocks, src_ids.data_ptr(), dst_ids.data_ptr(), src_ids.numel(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    library.call("omlx_copy_blocks", arguments)
+
+
 def paged_attention(
     q: torch.Tensor,
     blocks: LayerBlocks,
@@ -96,8 +117,6 @@ def paged_attention(
     split_mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend through the block table; see `omlx_kernels.ops.paged_attention`."""
-    if split_mass is not None:
-        raise NotImplementedError("omlx_kernels.native: split_mass has not landed in C++ yet")
     check_layer(blocks)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -119,7 +138,9 @@ def paged_attention(
         meta.query_start_loc.data_ptr(), table.shape[0], table.shape[1], q.data_ptr(),
         sink_pointer, logits_pointer, out.data_ptr(), q.stride(0), q.stride(1), sink_token,
         sink_head, num_tokens, num_heads, window_size or 0, keep_sinks, rotated_v,
-        MAX_NATIVE_QUERIES, torch.get_num_threads(), sm_scale, softcap or 0.0,
+        MAX_NATIVE_QUERIES, torch.get_num_threads(),
+        0 if split_mass is None else split_mass.data_ptr(), meta.splits.data_ptr(),
+        meta.split_starts.data_ptr(), meta.splits.shape[0], sm_scale, softcap or 0.0,
     )  # fmt: skip
     library.call("omlx_paged_attention", arguments)
     if num_tokens > MAX_NATIVE_QUERIES:

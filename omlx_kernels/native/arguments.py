@@ -73,6 +73,14 @@ def check_convert(
     check_on_cpu(op, src_ids=src_ids, dst_ids=dst_ids)
 
 
+def check_copy(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """Check that every part of the blocks is contiguous and has as many blocks as the keys."""
+    for part, x in blocks.tensors().items():
+        shape = (blocks.num_blocks, *x.shape[1:])
+        _check_tensor("copy_blocks", f"blocks.{part}", x, shape, x.dtype)
+    check_on_cpu("copy_blocks", src_ids=src_ids, dst_ids=dst_ids)
+
+
 def _format(op: str, hot: TierBlocks, sink_tokens: int) -> BlockFormat:
     _check_float(op, hot.k)
     _, heads, size, dim = hot.k.shape

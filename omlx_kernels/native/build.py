@@ -28,8 +28,8 @@ PATH_VARIABLE = "OMLX_NATIVE_LIBRARY"
 # No fast-math and no contraction: infinities are meant, and codes must equal the quantizers'.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]
 SHARED = [
-    *("append_kv.cpp", "convert_blocks.cpp", "extend.cpp", "paged_attention.cpp"),
-    *("isa.cpp", "pool.cpp"),
+    *("append_kv.cpp", "convert_blocks.cpp", "copy_blocks.cpp", "extend.cpp"),
+    *("paged_attention.cpp", "isa.cpp", "pool.cpp"),
 ]
 X86_ISAS = {
     "avx2": ["-DOMLX_AVX2", "-mavx2", "-mfma", "-mf16c"],

@@ -14,8 +14,8 @@ ISA_VARIABLE = "OMLX_NATIVE_ISA"
 """Environment variable that forces an instruction set: avx512, avx2 or portable."""
 
 _FUNCTIONS = (
-    *("omlx_append_kv", "omlx_convert_blocks", "omlx_paged_attention"),
-    *("omlx_gather", "omlx_merge"),
+    *("omlx_append_kv", "omlx_convert_blocks", "omlx_copy_blocks"),
+    *("omlx_paged_attention", "omlx_gather", "omlx_merge"),
 )
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_isas import ISAS
 from strategies import make_case
 from triton_device import needs_device, to_device
 
 from omlx_kernels import ops
 from omlx_kernels.layout import BLOCK_TIERS, Tier
 
-IMPLEMENTATIONS = ["reference", "vectorized", pytest.param("triton", marks=needs_device)]
+IMPLEMENTATIONS = [
+    *("reference", "vectorized"),
+    pytest.param("native", marks=pytest.mark.skipif(not ISAS, reason="not built")),
+    pytest.param("triton", marks=needs_device),
+]
 
 
 def ids(*values: int) -> torch.Tensor:
@@ -23,7 +28,7 @@ def ids(*values: int) -> torch.Tensor:
 @pytest.mark.parametrize("tier", list(Tier))
 def test_copies_every_part(tier, dtype, head_dim, implementation):
     case = make_case(
-        [1300, 1300], [1, 1], head_dim=head_dim, num_kv_heads=2, cold_tiers=BLOCK_TIERS[1:],
+        [1300, 1300, 1], [1, 1, 1], head_dim=head_dim, num_kv_heads=2, cold_tiers=BLOCK_TIERS[1:],
         dtype=dtype, sink_tokens=3,
     )  # fmt: skip
     blocks = (to_device(case) if implementation == "triton" else case).blocks.tier(tier)

@@ -28,9 +28,9 @@ def _native():
         yield
 
 
-def attend(case, **changes):
+def attend(case, split_mass=None, **changes):
     meta = dataclasses.replace(case.meta, **changes)
-    return ops.paged_attention(case.q, case.blocks, meta, sm_scale=0.1)
+    return ops.paged_attention(case.q, case.blocks, meta, sm_scale=0.1, split_mass=split_mass)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,56 @@ def test_any_value_anywhere_gives_a_result_or_an_error(name, index, value, new):
     table.view(-1)[index % table.numel()] = value
     with contextlib.suppress(ValueError):
         assert attend(case, **{name: table}).shape == case.q.shape
+
+
+def mass_for(case):
+    return torch.empty(len(case.meta.splits), case.q.shape[1])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(["splits", "split_starts", *TABLES]),
+    st.integers(0, 10**6),
+    st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-3, 20)),
+)
+def test_any_work_list_gives_masses_or_an_error(name, index, value):
+    case = make_case([400, 200, 9], [1, 1, 0], cold_tiers=BLOCK_TIERS[1:], blocks_per_split=1)
+    table = getattr(case.meta, name).clone()
+    table.view(-1)[index % table.numel()] = value
+    mass = mass_for(case)
+    with contextlib.suppress(ValueError):
+        attend(case, split_mass=mass, **{name: table})
+        assert mass.shape == mass_for(case).shape
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("splits", (0, 0), 1),  # the first split belongs to sequence 0
+        ("splits", (0, 1), 5),
+        ("splits", (0, 1), -1),
+        ("splits", (1, 2), -1),
+        ("splits", (1, 3), 10**6),
+        ("splits", (1, 1), int(Tier.K4V4)),  # entries of another tier
+        ("split_starts", (0,), -1),
+        ("split_starts", (1,), 0),  # the splits of sequence 0 are said to be those of sequence 1
+        ("split_starts", (2,), 10**6),
+    ],
+)
+def test_work_list_out_of_range(name, index, value):
+    case = make_case([400, 200], [1, 1])
+    table = getattr(case.meta, name).clone()
+    table[index] = value
+    mass = mass_for(case)
+    with pytest.raises(ValueError, match=r"paged_attention: split\w+.* must .* got"):
+        attend(case, split_mass=mass, **{name: table})
+    assert not mass.any()
+
+
+def test_mass_of_several_queries_is_refused():
+    case = make_case([400], [2])
+    with pytest.raises(ValueError, match="split_mass must be asked for with one query per seq"):
+        attend(case, split_mass=mass_for(case), max_query_len=1)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +214,49 @@ def test_conversion_of_another_format_converts_nothing(side, part):
     ids = torch.zeros(1).int()
     with pytest.raises(ValueError, match=rf"convert_blocks: {side}\.{part} must be contiguous"):
         ops.convert_blocks(*blocks.values(), Tier.K8V8, Tier.K4V4, ids, ids)
+
+
+def copy(blocks, src, dst):
+    ops.copy_blocks(blocks, *(torch.tensor(x, dtype=torch.int32) for x in (src, dst)))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "message"),
+    [
+        ([0, -1], [1, 2], r"src_ids\[1\] must be in \[0, \d\), got -1"),
+        ([0, 1], [99, 2], r"dst_ids\[0\] must be in \[0, \d\), got 99"),
+        ([0, 1], [2, 2], r"dst_ids must be distinct, got 2 twice"),
+        ([0, 1], [2, 0], r"dst_ids must not be in src_ids, got src_ids\[0\] = 0 in both"),
+    ],
+)
+@pytest.mark.parametrize("tier", [Tier.HOT, Tier.K8V4])
+def test_copy_of_wrong_ids_copies_nothing(tier, src, dst, message):
+    blocks = make_case([900], [1], cold_tiers=BLOCK_TIERS[1:]).blocks.tier(tier)
+    before = {name: t.clone() for name, t in blocks.tensors().items()}
+    with pytest.raises(ValueError, match=f"copy_blocks: {message}"):
+        copy(blocks, src, dst)
+    for name, t in blocks.tensors().items():
+        assert torch.equal(t.view(torch.uint8), before[name].view(torch.uint8))
+
+
+@settings(deadline=None, max_examples=50)
+@given(*[st.lists(st.one_of(st.integers(-1, 6), st.integers(-(2**31), 2**31 - 1)))] * 2)
+def test_any_ids_copy_or_give_an_error(src, dst):
+    blocks = make_case([300], [1]).blocks.k8v8
+    with contextlib.suppress(ValueError):
+        copy(blocks, src, dst)
+
+
+@pytest.mark.parametrize("part", ["k", "k_scale", "k_zero", "v", "v_scale", "v_zero"])
+@pytest.mark.parametrize("fault", ["stride", "device", "fewer blocks"])
+def test_copy_of_malformed_blocks(part, fault):
+    blocks = make_case([900], [1], cold_tiers=BLOCK_TIERS[1:]).blocks.k4v4
+    t = getattr(blocks, part)
+    wrong = {
+        "stride": lambda: torch.stack([t, t], -1)[..., 0],
+        "device": lambda: t.to("meta"),
+        "fewer blocks": lambda: t[:-1],
+    }[fault]()
+    # The keys say where the blocks are, and how many: if theirs differ, something else is wrong.
+    with pytest.raises(ValueError, match=r"copy_blocks: (blocks\.\w+|src_ids) must be .* got"):
+        copy(dataclasses.replace(blocks, **{part: wrong}), [0], [1])

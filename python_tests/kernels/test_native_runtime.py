@@ -39,7 +39,10 @@ def test_ops_on_a_cpu_run_natively(calls):
     ops.append_kv(k, k, blocks.hot, torch.tensor([0]))
     ids = torch.zeros(1, dtype=torch.int32)
     ops.convert_blocks(blocks.hot, blocks.k8v8, Tier.HOT, Tier.K8V8, ids, ids)
-    assert calls == ["omlx_paged_attention", "omlx_append_kv", "omlx_convert_blocks"]
+    ops.copy_blocks(blocks.hot, ids, ids + 1)
+    assert calls == [
+        *("omlx_paged_attention", "omlx_append_kv", "omlx_convert_blocks", "omlx_copy_blocks"),
+    ]
 
 
 def test_many_queries_go_through_torch_on_gathered_blocks(calls):
@@ -154,6 +157,17 @@ def test_several_python_threads():
     for t in threads:
         t.join()
     assert not wrong
+
+
+@pytest.mark.usefixtures("_threads")
+def test_mass_is_the_same_on_several_threads():
+    case = big_case()
+    masses = torch.zeros(2, len(case.meta.splits), 8)
+    for mass, threads in zip(masses, (4, 1), strict=True):
+        torch.set_num_threads(threads)
+        ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1, split_mass=mass)
+    assert torch.equal(*masses)
+    torch.testing.assert_close(masses[0].sum(0), torch.ones(8))
 
 
 @pytest.mark.usefixtures("_threads")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_isas import ISAS, forced_isa
 from strategies import Case, make_case
 from triton_device import needs_device, to_device
 
@@ -15,6 +18,7 @@ from omlx_kernels.layout import BLOCK_TIERS, Tier
 IMPLEMENTATIONS = [
     pytest.param("triton", marks=needs_device),
     "vectorized",
+    *(f"native {isa}" for isa in ISAS),
 ]
 
 
@@ -24,7 +28,8 @@ def mass_of(case: Case, implementation: str, **kwargs) -> torch.Tensor:
         case, kwargs = to_device(case), {k: to_device(v) for k, v in kwargs.items()}
     shape = (case.meta.splits.shape[0], case.q.shape[1])
     mass = torch.full(shape, float("nan"), device=case.q.device)
-    with ops.use_implementation(implementation):
+    implementation, _, isa = implementation.partition(" ")
+    with ops.use_implementation(implementation), forced_isa(isa) if isa else nullcontext():
         ops.paged_attention(
             case.q, case.blocks, case.meta, **case.attention_kwargs(), split_mass=mass, **kwargs
         )
@@ -89,10 +94,11 @@ def test_wrong_buffers_are_refused(wrong):
         ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=1.0, split_mass=wrong)
 
 
-def test_output_is_the_same_with_and_without_mass():
+@pytest.mark.parametrize("implementation", ["vectorized", *(["native"] if ISAS else [])])
+def test_output_is_the_same_with_and_without_mass(implementation):
     case = make_case([200, 90], [7, 1], num_q_heads=4, num_kv_heads=2)
     mass = torch.empty(case.meta.splits.shape[0], 4)
-    with ops.use_implementation("vectorized"):
+    with ops.use_implementation(implementation):
         plain = ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
         got = ops.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1, split_mass=mass)
     torch.testing.assert_close(got, plain)

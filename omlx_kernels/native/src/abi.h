@@ -45,6 +45,11 @@ struct AttentionArgs {
     int64_t keep_sinks, rotated_v;
     int64_t max_queries;  // sequences with more queries are left to the caller
     int64_t num_threads;
+    // The share of each split of the work list in its sequence's attention. With it the work is cut
+    // as the list says, and a sequence has at most one query.
+    float* split_mass;  // [num_splits, num_q_heads], of zeros; or null
+    const int32_t *splits, *split_starts;  // [num_splits, 4], [num_seqs + 1]
+    int64_t num_splits;
     double sm_scale, softcap;  // softcap 0 = none
 };
 
@@ -62,6 +67,16 @@ struct ConvertArgs {
     int64_t src_tier, dst_tier;
     const int32_t *src_ids, *dst_ids;
     int64_t count, kv_heads, head_dim, block_size, dtype, num_threads;
+};
+
+constexpr int PARTS = 6;  // tensors of TierBlocks
+
+struct CopyArgs {
+    char* parts[PARTS];
+    int64_t block_bytes[PARTS];  // of one block; 0 for a part that is null
+    int64_t num_blocks;
+    const int32_t *src_ids, *dst_ids;
+    int64_t count, num_threads;
 };
 
 struct GatherArgs {  // heads [first_head, last_head) of the listed blocks as contiguous K and V
@@ -88,6 +103,7 @@ struct MergeArgs {  // one more part of attention into what is merged so far
 // Each returns 0, or 1 with the reason in omlx_error(), in which case nothing was written.
 OMLX_API int omlx_append_kv(const omlx::AppendArgs*);
 OMLX_API int omlx_convert_blocks(const omlx::ConvertArgs*);
+OMLX_API int omlx_copy_blocks(const omlx::CopyArgs*);
 OMLX_API int omlx_paged_attention(const omlx::AttentionArgs*);
 OMLX_API int omlx_gather(const omlx::GatherArgs*);
 OMLX_API int omlx_merge(const omlx::MergeArgs*);

@@ -57,8 +57,10 @@ struct Kernels {
     // Attend `rows` to the pieces: fills `out`.
     void (*attend)(const AttentionArgs&, const Rows&, const Piece*, int64_t num_pieces, Partial out,
                    float* scratch);
-    // Merge partial results (into the first) and write the rows' outputs.
-    void (*finish)(const AttentionArgs&, const Rows&, float* partials, int64_t num_partials);
+    // Merge partial results (into the first) and write the rows' outputs; with `mass`
+    // [num_partials, num_q_heads] also the share of each.
+    void (*finish)(const AttentionArgs&, const Rows&, float* partials, int64_t num_partials,
+                   float* mass);
     // Write a row of dim values, `stride` elements apart, rotated; `buffer` holds round_up(dim, 64).
     void (*rotate)(const char* from, int64_t stride, char* to, int64_t dim, int64_t dtype,
                    float* buffer);

@@ -22,9 +22,10 @@ void attend(const AttentionArgs& a, const Rows& rows, const Piece* pieces, int64
     });
 }
 
-void finish(const AttentionArgs& a, const Rows& rows, float* partials, int64_t num_partials) {
+void finish(const AttentionArgs& a, const Rows& rows, float* partials, int64_t num_partials,
+            float* mass) {
     by_dtype(a.blocks.dtype,
-             [&](auto x) { finish_typed<decltype(x)>(a, rows, partials, num_partials); });
+             [&](auto x) { finish_typed<decltype(x)>(a, rows, partials, num_partials, mass); });
 }
 
 void rotate(const char* from, int64_t stride, char* to, int64_t dim, int64_t dtype,

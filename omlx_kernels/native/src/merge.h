@@ -8,10 +8,11 @@ namespace {
 
 using namespace omlx;
 
-// Merge the partial results of some rows into the first one and write the rows' outputs.
+// Merge the partial results of some rows into the first one and write the rows' outputs, and to
+// `mass`, unless it is null, the share of each part in a row's sum.
 template <class T>
 inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partials,
-                         int64_t num_partials) {
+                         int64_t num_partials, float* mass) {
     const int dim = static_cast<int>(a.blocks.head_dim);
     const int64_t stride = round_up(dim, 64), group = a.num_q_heads / a.blocks.kv_heads;
     for (int64_t r = 0; r < rows.count; ++r) {
@@ -31,12 +32,14 @@ inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partia
             // A part that saw nothing has max = -inf; NaN scores must not look like it.
             const float factor = p.max[r] == -INF && p.sum[r] == 0.0f ? 0.0f : exp(p.max[r] - top);
             sum += factor * p.sum[r];
+            if (mass) mass[i * a.num_q_heads + head] = factor * p.sum[r];
             for (int c = 0; c < stride; c += W) {
                 const vf x = load(p.acc + r * stride + c) * splat(factor);
                 store(merged + c, i ? load(merged + c) + x : x);
             }
         }
         float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        for (int64_t i = 0; mass && i < num_partials; ++i) mass[i * a.num_q_heads + head] *= inverse;
         if (a.rotated_v) inverse *= rotate_unscaled(merged, dim);
         for (int c = 0; c < dim; c += W)
             store_row(out, load(merged + c) * splat(inverse), c, dim);

@@ -2,7 +2,8 @@
 // cut the work into items (sequence, kv head, rows, range of the list) and run them on the pool.
 //
 // A range is cut only as far as the threads need it; the last item of a cut list to finish merges
-// the parts by their log-sum-exp. Each block is read once by up to MAX_ROWS (query, head) rows.
+// the parts by their log-sum-exp. Where the mass of each split of the work list is asked for, the
+// list is cut as it says. Each block is read once by up to MAX_ROWS (query, head) rows.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -78,43 +79,89 @@ void check(const AttentionArgs& a) {
     }
 }
 
-// Append the pieces of sequence s that a query at `oldest_query` or later can see.
-void list_pieces(const AttentionArgs& a, int64_t s, int64_t oldest_query,
-                 std::vector<Piece>& pieces) {
-    const Blocks& b = a.blocks;
-    const int64_t length = a.seq_lens[s];
-    const int64_t lowest = a.window ? oldest_query - a.window + 1 : INT64_MIN;
-    auto add = [&](Tier tier, int32_t id, int64_t start, int64_t size, Sees sees) {
+void check_splits(const AttentionArgs& a) {
+    int64_t before = 0;
+    for (int64_t s = 0; s < a.num_seqs; ++s) {
+        const int64_t first = a.split_starts[s], last = a.split_starts[s + 1];
+        if (first < before || last < first || last > a.num_splits)
+            fail("paged_attention: split_starts must rise within [0, num_splits=%lld], got %lld .. "
+                 "%lld for sequence %lld",
+                 (long long)a.num_splits, (long long)first, (long long)last, (long long)s);
+        before = last;
+        if (a.query_start_loc[s + 1] - a.query_start_loc[s] > 1)
+            fail("paged_attention: split_mass must be asked for with one query per sequence, got "
+                 "%d .. %d for sequence %lld",
+                 a.query_start_loc[s], a.query_start_loc[s + 1], (long long)s);
+        const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
+        for (int64_t i = first; i < last; ++i) {
+            const int32_t *split = a.splits + 4 * i, tier = split[1], begin = split[2], end = split[3];
+            const bool known = split[0] == s && tier >= SINK && tier < TIERS;
+            const bool inside = known && tier != SINK && bounds[tier - HOT] <= begin &&
+                                begin <= end && end <= bounds[tier - HOT + 1];
+            if (!known || !(tier == SINK || begin == end || inside))
+                fail("paged_attention: splits[%lld] must list entries of one tier of sequence %lld, "
+                     "got sequence %d, tier %d, entries %d .. %d",
+                     (long long)i, (long long)s, split[0], tier, begin, end);
+        }
+    }
+}
+
+// Appends the pieces of sequence s that a query at `oldest_query` or later can see.
+struct Lister {
+    const AttentionArgs& a;
+    const int64_t s, length, lowest;
+    std::vector<Piece>& pieces;
+
+    Lister(const AttentionArgs& args, int64_t seq, int64_t oldest_query, std::vector<Piece>& to)
+        : a(args),
+          s(seq),
+          length(args.seq_lens[seq]),
+          lowest(args.window ? oldest_query - args.window + 1 : INT64_MIN),
+          pieces(to) {}
+
+    void add(Tier tier, int32_t id, int64_t start, int64_t size, Sees sees) {
         const int64_t count = std::min(size, length - start);
         if (count > 0 && (sees != Sees::WINDOW || start + count > lowest))
             pieces.push_back({tier, id, static_cast<int32_t>(count), sees, start});
-    };
-    if (b.sink_tokens && length) {
+    }
+    void sink_page() {
+        if (!a.blocks.sink_tokens || !length) return;
         // With a query of their own the sinks are two pieces: inside and outside the window.
         const bool split = a.window && a.keep_sinks && a.sink_q;
-        add(SINK, a.sink_pages[s], 0, b.sink_tokens,
-            a.keep_sinks && !split ? Sees::ALL : Sees::WINDOW);
+        const Sees sees = a.keep_sinks && !split ? Sees::ALL : Sees::WINDOW;
+        add(SINK, a.sink_pages[s], 0, a.blocks.sink_tokens, sees);
         if (split && length > a.window)
-            add(SINK, a.sink_pages[s], 0, b.sink_tokens, Sees::OUTSIDE);
+            add(SINK, a.sink_pages[s], 0, a.blocks.sink_tokens, Sees::OUTSIDE);
     }
-    const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
-    for (int i = 0; i < BLOCK_TIERS; ++i)
-        for (int64_t e = bounds[i]; e < bounds[i + 1]; ++e) {
+    void blocks(Tier tier, int64_t first, int64_t last) {
+        for (int64_t e = first; e < last; ++e) {
             const int64_t entry = s * a.table_width + e;
-            add(Tier(HOT + i), a.block_table[entry], a.block_starts[entry], b.block_size,
+            add(tier, a.block_table[entry], a.block_starts[entry], a.blocks.block_size,
                 Sees::WINDOW);
         }
-}
+    }
+    void all() {
+        sink_page();
+        const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
+        for (int i = 0; i < BLOCK_TIERS; ++i) blocks(Tier(HOT + i), bounds[i], bounds[i + 1]);
+    }
+    void split(const int32_t* split) {
+        if (split[1] == SINK) sink_page();
+        else blocks(Tier(split[1]), split[2], split[3]);
+    }
+};
 
 // Rows that one set of partial results belongs to.
 struct Unit {
     Rows rows;
     int64_t parts;    // items that the unit's pieces are cut into
     int64_t partial;  // where its partial results begin, in floats, when it is cut
+    float* mass;      // of its parts, or null
     std::atomic<int64_t> left;
 
-    Unit(const Rows& r, int64_t p, int64_t offset) : rows(r), parts(p), partial(offset), left(p) {}
-    Unit(Unit&& u) noexcept : rows(u.rows), parts(u.parts), partial(u.partial), left(u.parts) {}
+    Unit(const Rows& r, int64_t p, int64_t offset, float* m)
+        : rows(r), parts(p), partial(offset), mass(m), left(p) {}
+    Unit(Unit&& u) noexcept : Unit(u.rows, u.parts, u.partial, u.mass) {}
 };
 
 struct Item {
@@ -123,12 +170,14 @@ struct Item {
 
 void attention(const AttentionArgs& a) {
     check(a);
+    if (a.split_mass) check_splits(a);
     const Blocks& b = a.blocks;
     const int64_t group = a.num_q_heads / b.kv_heads, stride = round_up(b.head_dim, 64);
 
     thread_local std::vector<Piece> pieces;
     thread_local std::vector<Unit> units;
     thread_local std::vector<Item> items;
+    thread_local std::vector<int64_t> cuts;  // where the parts of a sequence's pieces begin, and end
     pieces.clear(), units.clear(), items.clear();
 
     int64_t served = 0;
@@ -145,21 +194,33 @@ void attention(const AttentionArgs& a) {
         if (!n || n > a.max_queries) continue;
         const int64_t position = a.seq_lens[s] - n;
         const int64_t begin = pieces.size();
-        list_pieces(a, s, position, pieces);
-        const int64_t count = pieces.size() - begin;
-        for (int64_t i = begin; i < begin + count; ++i) {
+        const int64_t splits = a.split_mass ? a.split_starts[s + 1] - a.split_starts[s] : 0;
+        float* const mass = splits ? a.split_mass + a.split_starts[s] * a.num_q_heads : nullptr;
+        Lister lister(a, s, position, pieces);
+        cuts.assign(1, begin);
+        if (mass) {
+            for (int64_t i = 0; i < splits; ++i) {
+                lister.split(a.splits + 4 * (a.split_starts[s] + i));
+                cuts.push_back(pieces.size());
+            }
+        } else {
+            lister.all();
+            const int64_t count = pieces.size() - begin;
+            const int64_t parts = std::max<int64_t>(1, std::min(max_parts, count));
+            for (int64_t i = 1; i <= parts; ++i) cuts.push_back(begin + count * i / parts);
+        }
+        const int64_t parts = cuts.size() - 1;
+        for (int64_t i = begin; i < int64_t(pieces.size()); ++i) {
             const int64_t codes = k_bits(pieces[i].tier) + v_bits(pieces[i].tier);
             const int64_t bits = codes ? codes : 16 * element_size(b.dtype);
             bytes += pieces[i].count * b.head_dim * b.kv_heads * bits / 8;
         }
-        const int64_t parts = std::max<int64_t>(1, std::min(max_parts, count));
         for (int64_t head = 0; head < b.kv_heads; ++head)
             for (int64_t row = 0; row < n * group; row += MAX_ROWS) {
                 const int64_t rows = std::min<int64_t>(MAX_ROWS, n * group - row);
                 for (int64_t part = 0; part < parts; ++part)
-                    items.push_back({int64_t(units.size()), part, begin + count * part / parts,
-                                     begin + count * (part + 1) / parts});
-                units.emplace_back(Rows{head, first, position, row, rows}, parts, partial);
+                    items.push_back({int64_t(units.size()), part, cuts[part], cuts[part + 1]});
+                units.emplace_back(Rows{head, first, position, row, rows}, parts, partial, mass);
                 if (parts > 1) partial += parts * partial_floats(rows, stride);
             }
     }
@@ -198,7 +259,8 @@ void attention(const AttentionArgs& a) {
         kernel.attend(a, unit.rows, all_pieces + item.first_piece,
                       item.last_piece - item.first_piece,
                       partial_at(results, item.part, unit.rows.count, stride), memory);
-        if (unit.left.fetch_sub(1) == 1) kernel.finish(a, unit.rows, results, unit.parts);
+        if (unit.left.fetch_sub(1) == 1)
+            kernel.finish(a, unit.rows, results, unit.parts, unit.mass);
     });
     if (out_of_memory) throw std::bad_alloc();
 }
