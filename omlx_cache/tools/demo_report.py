@@ -113,7 +113,6 @@ def _run_data(run: ChatRun) -> dict:
     }
 
 
-
 def _speed(turn: dict) -> str:
     return f"{turn['decode_tokens'] / turn['decode_seconds']:.1f}" if turn["decode_tokens"] else "-"
 
