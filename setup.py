@@ -23,6 +23,9 @@ GPTQ = [
 # are for Python <= 3.11; later Pythons build its source, with BUILD_CUDA_EXT=0 in the environment.
 AUTO_GPTQ = ["auto-gptq==0.7.1"]
 
+# Plots of the analyzer and of the quality tool; without it they print and write JSON.
+TOOLS = ["matplotlib>=3.8"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -60,6 +63,7 @@ setup(
         "gptq": GPTQ,
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
-        "dev": ["pytest>=8", "pytest-benchmark", "hypothesis", "ruff"],
+        "tools": TOOLS,
+        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "hypothesis", "ruff"],
     },
 )

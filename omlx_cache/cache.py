@@ -24,6 +24,7 @@ from omlx_cache.compat import Cache
 from omlx_cache.compiled import new_handle
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.observer import Observer
 from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.policy.tiering import TierPolicy
@@ -85,7 +86,7 @@ class PagedCache(Cache):
             key = window, keep_sinks and (window is None or sinks.can_pin)
             if key not in by_window:
                 by_window[key] = self._new_group(*key)
-            layers.append(PagedLayer(by_window[key], self.meter, sinks.rotation))
+            layers.append(PagedLayer(len(layers), by_window[key], self.meter, sinks.rotation))
         super().__init__(layers=layers)
 
     def _new_group(self, window: int | None, keep_sinks: bool) -> LayerGroup:
@@ -302,6 +303,15 @@ class PagedCache(Cache):
         """
         for group in self.groups:
             group.keep_past = True
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer`` told which share of the attention each block gets; None ends it.
+
+        It takes effect at the next step, costs a little time in every step, and changes no result
+        but for the order of summation.
+        """
+        for group in self.groups:
+            group.observer = observer
 
     def _crop_rows(self, removed: list[int]) -> None:
         """Remove the last tokens of each row, or raise before anything is changed."""

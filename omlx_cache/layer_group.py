@@ -16,6 +16,7 @@ import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import LayerPool, copy_blocks, reopen_block
+from omlx_cache.observer import Observer
 from omlx_cache.plan import StepPlan
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
@@ -35,6 +36,7 @@ class LayerGroup:
 
     Attributes:
         keep_past: when set, blocks that the window has left behind stay until the next `crop`.
+        observer: when set, told which share of the attention each block got; see `Observer`.
 
     Args:
         geometry: block arithmetic with the group's window.
@@ -58,6 +60,7 @@ class LayerGroup:
         self.pools: list[LayerPool] = []  # of the layers that have run
         self.step: StepPlan | None = None
         self.keep_past = False
+        self.observer: Observer | None = None
 
     def capacity(self) -> dict[Tier, int]:
         """Return the blocks (pages) of each tier that the layers' tensors must hold."""
@@ -132,7 +135,12 @@ class LayerGroup:
         )
 
     def _split_size(self, row_blocks: list[int], device: torch.device) -> int:
-        """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split."""
+        """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split.
+
+        With an observer it is one, so that the mass of a split is that of a block.
+        """
+        if self.observer is not None:
+            return 1
         if device.type != "cuda":
             return max(row_blocks, default=0) or 1
         kv_heads = self.pools[0].format.num_kv_heads

@@ -18,8 +18,11 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = True
 
-    def __init__(self, group: LayerGroup, meter: MemoryMeter, rotation: Rotation | None) -> None:
+    def __init__(
+        self, index: int, group: LayerGroup, meter: MemoryMeter, rotation: Rotation | None
+    ) -> None:
         super().__init__()
+        self.index = index
         self.group, self._meter, self._rotation = group, meter, rotation
         self.pool: LayerPool | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # taken, not attended to
@@ -102,6 +105,10 @@ class PagedLayer(CacheLayerMixin):
         batch, heads, columns, dim = query.shape
         q = query.to(self.pool.format.dtype).transpose(1, 2).reshape(batch * columns, heads, dim)
         packed = q if tables.token_index is None else q[tables.token_index]
+        observer, mass = self.group.observer, None
+        if observer is not None:
+            shape = (tables.meta.splits.shape[0], heads)
+            mass = torch.empty(shape, dtype=torch.float32, device=q.device)
         out = ops.paged_attention(
             packed,
             blocks,
@@ -113,7 +120,10 @@ class PagedLayer(CacheLayerMixin):
             sink_q=self._sink_query(packed, tables.sink_offsets),
             softcap=softcap,
             sink_logits=sink_logits if sink_logits is None else sink_logits.detach(),
+            split_mass=mass,
         )
+        if observer is not None:
+            observer(self.index, tables.meta, mass)
         if tables.token_index is not None:
             out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
         for old, new, old_ids, new_ids in tables.convert:

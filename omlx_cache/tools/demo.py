@@ -12,28 +12,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import typer
 from rich.console import Console
 
-import omlx_cache
 from omlx_cache.tools.demo_report import summary_table, turn_table
-from omlx_cache.tools.demo_session import NotServedError, Settings, WrongSettingError, run_demo
+from omlx_cache.tools.demo_session import Settings, run_demo
 from omlx_cache.tools.demo_words import explain
-from omlx_cache.tools.loading import ModelLoadError, hushed
-from omlx_cache.tools.prepared import PreparationError
+from omlx_cache.tools.errors import EXIT_WORDS, exit_codes
+from omlx_cache.tools.loading import hushed
 
-EXIT_CODES = {
-    omlx_cache.OutOfBlocksError: 1,
-    torch.OutOfMemoryError: 1,
-    WrongSettingError: 2,
-    ModelLoadError: 3,
-    NotServedError: 3,
-    PreparationError: 4,
-}
-EXIT_INTERRUPTED = 130
-
-EPILOG = """Examples
+EPILOG = f"""Examples
 
   python -m omlx_cache.tools.demo
 
@@ -41,8 +29,7 @@ EPILOG = """Examples
 
   python -m omlx_cache.tools.demo --model ./llama-gptq --config chat.yaml --json out.json
 
-Exit codes: 0 done, 1 out of memory or blocks, 2 wrong options or configuration, 3 the
-model can't be loaded or served, 4 the default model can't be prepared, 130 interrupted.
+{EXIT_WORDS}
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -98,26 +85,12 @@ def demo(
         dtype=dtype,
         threads=threads,
     )
-    try:
-        with hushed():
-            report = run_demo(settings, console)
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except tuple(EXIT_CODES) as error:
-        _show_error(errors, error)
-        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-        raise typer.Exit(code) from None
+    with exit_codes(errors), hushed():
+        report = run_demo(settings, console)
     _show_report(console, report)
     if json_out is not None:
         json_out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         console.print(f"numbers written to {json_out}", highlight=False)
-
-
-def _show_error(errors: Console, error: Exception) -> None:
-    errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-    for note in getattr(error, "__notes__", ()):
-        errors.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_report(console: Console, report: dict) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from rich import box
 from rich.table import Table
 
 from omlx_cache.tools.chat_run import ChatRun
+from omlx_cache.tools.machine import machine, versions
 
 MIB = 2**20
-PACKAGES = ("omlx_cache", "torch", "transformers", "triton", "gptqmodel", "optimum")
 
 
 def summarize(stock: ChatRun, patched: ChatRun, settings: dict) -> dict:
@@ -32,12 +29,8 @@ def summarize(stock: ChatRun, patched: ChatRun, settings: dict) -> dict:
     """
     return {
         "settings": settings,
-        "machine": {
-            "platform": platform.platform(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-        "versions": {name: _version(name) for name in PACKAGES},
+        "machine": machine(),
+        "versions": versions(),
         "stock": _run_data(stock),
         "patched": _run_data(patched),
     }
@@ -118,13 +111,6 @@ def _run_data(run: ChatRun) -> dict:
             "same": same,
         },
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _speed(turn: dict) -> str:

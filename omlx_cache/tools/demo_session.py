@@ -22,6 +22,7 @@ from omlx_cache.tools.chat_run import Bytes, ChatRun, pad_id, run_chat
 from omlx_cache.tools.conversation import Conversation, long_messages
 from omlx_cache.tools.demo_report import summarize
 from omlx_cache.tools.demo_screen import Screen
+from omlx_cache.tools.errors import setting_errors
 from omlx_cache.tools.loading import checked_device, load_model, load_tokenizer
 from omlx_cache.tools.progress import ConsoleProgress
 from omlx_cache.tools.smollm2 import smollm2_gptq_checkpoint
@@ -56,14 +57,6 @@ class Settings:
         }
 
 
-class WrongSettingError(ValueError):
-    """A setting or the configuration file is wrong; the message says which and the remedy."""
-
-
-class NotServedError(RuntimeError):
-    """The model can't be patched; the message says why."""
-
-
 def run_demo(settings: Settings, console: Console) -> dict:
     """Run the whole demo and return its report (see `summarize`).
 
@@ -79,7 +72,7 @@ def run_demo(settings: Settings, console: Console) -> dict:
 
 
 def _run(settings: Settings, console: Console) -> dict:
-    with _setting_errors():
+    with setting_errors():
         omlx_cache.CacheConfig.resolve(settings.config, **settings.overrides())
         device = checked_device(settings.device)
     model, tokenizer = _load(settings, device, console)
@@ -87,7 +80,7 @@ def _run(settings: Settings, console: Console) -> dict:
     def patched():
         return omlx_cache.patched(model, settings.config, **settings.overrides())
 
-    with _setting_errors():
+    with setting_errors():
         messages = long_messages(tokenizer, settings.turns, settings.message_tokens)
         with patched():
             pass  # what can't be patched is refused now, not after the stock run
@@ -145,17 +138,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _setting_errors() -> Iterator[None]:
-    """Tell the user's errors from faults of ours: only inside of this are they the user's."""
-    try:
-        yield
-    except ValueError as error:
-        raise WrongSettingError(str(error)) from error
-    except NotImplementedError as error:
-        raise NotServedError(str(error)) from error
 
 
 def _paged_bytes(cache) -> Bytes:
