@@ -23,15 +23,17 @@ from omlx_cache.cache_report import CacheReport, report_of
 from omlx_cache.compat import Cache
 from omlx_cache.compiled import new_handle
 from omlx_cache.config import CacheConfig
+from omlx_cache.inspection import head_dim_of
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.observer import Observer
 from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
-from omlx_cache.policy.tiering import TierPolicy
+from omlx_cache.policy.choice import kept_layers, policy_of
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_cache.storage.saved_cache import SavedCache, save_cache
+from omlx_kernels.layout import BlockFormat
 
-_UNQUANTIZED = {"cache_bits": 16, "tiers": None, "max_gpu_blocks": None}
+_UNQUANTIZED = {"cache_bits": 16, "tiers": None, "target_saving": None, "max_gpu_blocks": None}
 
 
 class PagedCache(Cache):
@@ -64,9 +66,7 @@ class PagedCache(Cache):
                 nothing is rounded and which may take what memory it needs.
         """
         cache = cls.__new__(cls)
-        cache._build(
-            state, {"cache_bits": 16, "tiers": None, "max_gpu_blocks": None} if unquantized else {}
-        )
+        cache._build(state, _UNQUANTIZED if unquantized else {})
         return cache
 
     def _build(self, state: PatchState, overrides: dict | None = None) -> None:
@@ -79,26 +79,32 @@ class PagedCache(Cache):
         self._step_columns: np.ndarray | None = None  # of the step in progress
         self._traced_by: int | None = None  # the thread whose compiled graph runs the step
         self.handle = new_handle(self)
-        by_window: dict[tuple[int | None, bool], LayerGroup] = {}
+        groups: dict[tuple, LayerGroup] = {}
         layers = []
-        for own, sinks in zip(state.spec.windows, state.spec.sink_distances, strict=True):
-            window, keep_sinks = _effective_window(own, self.config, state.spec.trained_length)
-            key = window, keep_sinks and (window is None or sinks.can_pin)
-            if key not in by_window:
-                by_window[key] = self._new_group(*key)
-            layers.append(PagedLayer(len(layers), by_window[key], self.meter, sinks.rotation))
+        spec, kept = state.spec, kept_layers(self.config, len(state.spec.windows))
+        for i, (own, sinks) in enumerate(zip(spec.windows, spec.sink_distances, strict=True)):
+            window, keep_sinks = _effective_window(own, self.config, spec.trained_length)
+            keep_sinks = keep_sinks and (window is None or sinks.can_pin)
+            geometry = Geometry(self.config.block_size, self.config.sink_tokens, window)
+            block_format = BlockFormat(
+                geometry.block_size,
+                geometry.sink_tokens,
+                1,
+                head_dim_of(spec.sites[i].module),
+                spec.decoder.dtype,
+            )
+            policy = policy_of(self.config, geometry, block_format, is_kept=i in kept)
+            key = geometry, keep_sinks, policy
+            if key not in groups:
+                groups[key] = LayerGroup(
+                    geometry,
+                    keep_sinks=keep_sinks,
+                    policy=policy,
+                    max_blocks=self.config.max_gpu_blocks,
+                )
+            layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
+        self.groups += groups.values()
         super().__init__(layers=layers)
-
-    def _new_group(self, window: int | None, keep_sinks: bool) -> LayerGroup:
-        config = self.config
-        group = LayerGroup(
-            Geometry(config.block_size, config.sink_tokens, window),
-            keep_sinks=keep_sinks,
-            policy=TierPolicy.from_config(config),
-            max_blocks=config.max_gpu_blocks,
-        )
-        self.groups.append(group)
-        return group
 
     def valid_columns(
         self, attention_mask: torch.Tensor | None, batch_size: int, columns: int

@@ -1,14 +1,6 @@
 """Configuration: a YAML file, dict or keywords in, a checked and frozen `CacheConfig` out.
 
-Each key belongs to one section, in YAML and in nested dicts:
-
-    kv_cache:      block_size, max_gpu_blocks, cpu_offload, disk_cache, recent_tokens, prefill_chunk
-                   later: prefix_cache, max_cpu_blocks, recall, max_disk_bytes
-    quantization:  model_bits, cache_bits, tiers
-                   later: target_saving, keep_layers
-    attention:     window_size, sink_tokens, pruning
-                   later: prune_ratio
-
+Each key belongs to one section, in YAML and in nested dicts; `config_fields` declares them.
 Keywords are the leaf keys alone: `CacheConfig(window_size=1024)`. A file or dict may write leaf
 keys without their section too. What is not understood is an error, and so is what has not landed
 yet (`config_pending.NOT_LANDED`): nothing is ignored.
@@ -18,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from omlx_cache.config_errors import ConfigError, Given, wrong_line
+from omlx_cache.config_fields import ConfigFields
 from omlx_cache.config_pending import (
     NOT_LANDED,
     is_landed,
@@ -32,10 +25,9 @@ from omlx_cache.config_pending import (
     today,
 )
 from omlx_cache.config_source import SECTIONS, collect, from_file, from_keywords
-from omlx_cache.config_types import Bits, Directory, KVBits, Positive, Tiers, WeightBits, key
 
 
-class CacheConfig(BaseModel):
+class CacheConfig(ConfigFields):
     """Say how the cache stores and attends; frozen, hashable, and valid once it exists.
 
     Args:
@@ -55,109 +47,6 @@ class CacheConfig(BaseModel):
         Traceback (most recent call last):
         ConfigError: CacheConfig: unknown key blocksize; did you mean kv_cache.block_size?
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
-
-    block_size: int = key(
-        "kv_cache",
-        256,
-        "a multiple of 64 from 64 to 4096",
-        "Tokens in one block: the unit of allocation, precision conversion and release. Small "
-        "blocks leave less room unused at the end of a sequence, large blocks need less "
-        "bookkeeping. Start from 256.",
-        multiple_of=64,
-        ge=64,
-        le=4096,
-    )
-    max_gpu_blocks: Positive | None = key(
-        "kv_cache",
-        None,
-        "an integer of at least 1, or null (no bound)",
-        "The most blocks that the pool on the model's device may hold at once: over all sequences, "
-        "counted once for each group of layers that share a block table, whatever a block's "
-        "precision. The step that would need more raises OutOfBlocksError and leaves the cache as "
-        "it was; nothing is dropped or moved yet. A long sequence needs at least "
-        "window_size / block_size blocks, rounded up, and one for the sinks. null: the pool grows "
-        "as needed.",
-    )
-    cpu_offload: bool = key(
-        "kv_cache",
-        False,
-        "true or false",
-        "Whether blocks move to CPU memory when the pool is full. Only false has landed.",
-    )
-    disk_cache: bool | Directory = key(
-        "kv_cache",
-        False,
-        "true, false or the path of a directory",
-        "Whether, or in which directory, blocks are kept on disk. Best left off where latency "
-        "matters. Only false has landed.",
-    )
-    recent_tokens: int = key(
-        "kv_cache",
-        128,
-        "an integer of at least 0",
-        "How many of a sequence's newest tokens stay in the model's own dtype. A finished block is "
-        "converted to cache_bits once all of it is older; with 0, as soon as it is finished.",
-        ge=0,
-    )
-    prefill_chunk: Positive | None = key(
-        "kv_cache",
-        512,
-        "an integer of at least 1, or null (the whole prompt at once)",
-        "Prompt tokens processed at a time. A chunk sees the history as it is stored, and itself "
-        "unquantized; smaller chunks lower the memory peak of a long prompt.",
-    )
-    model_bits: WeightBits | None = key(
-        "quantization",
-        None,
-        "2, 3, 4, 8, 16 or 32, or null (not checked)",
-        "Bits of the model's weights, only as a check: patching a model that has others raises "
-        "ConfigError. null: not checked.",
-    )
-    cache_bits: Bits | KVBits = key(
-        "quantization",
-        8,
-        "4, 8 or 16, or {k: 8, v: 4}",
-        "Bits of the K and V numbers older than recent_tokens. 8: K per channel in groups of 64 "
-        "tokens, V per token. {k: 8, v: 4}: V in 4 bits, rotated, per token in groups of 64 "
-        "channels. 4: K too. 16: never quantized, all in the model's own dtype (also where that is "
-        "float32). For several precisions by age see tiers.",
-    )
-    tiers: Tiers | None = key(
-        "quantization",
-        None,
-        "a mapping of k8v8, k8v4, k4v4 (in this order) to tokens, the last to null (the rest)",
-        "Precision by age, instead of cache_bits: how many tokens older than recent_tokens each "
-        "tier takes, from new to old. {k8v4: 6200, k4v4: null} keeps 6200 tokens at 8-bit K and "
-        "4-bit V, and everything older at 4 bits. A block changes its tier once all of it is old "
-        "enough. null: one tier, as cache_bits says.",
-    )
-    window_size: Literal["auto"] | Positive | None = key(
-        "attention",
-        "auto",
-        "an integer of at least 1, auto, or null (no window)",
-        "How many of the newest tokens a query sees, itself included, besides the sink tokens; "
-        "more than sink_tokens. Blocks that no later query can see are freed. auto: the length the "
-        "model was trained for, or a layer's own window where it has one. null: no window but a "
-        "layer's own.",
-    )
-    sink_tokens: int = key(
-        "attention",
-        4,
-        "an integer from 0 to 64",
-        "How many of a sequence's first tokens every query goes on seeing, in the model's own "
-        "dtype, once the window has left them behind. Without any, text falls apart there.",
-        ge=0,
-        le=64,
-    )
-    pruning: Literal["oldest", "topk", "random"] = key(
-        "attention",
-        "oldest",
-        "oldest, topk or random",
-        "Which block is worth least when max_gpu_blocks is reached. Only oldest has landed, and "
-        "only as a name: no block is dropped yet, a full pool raises OutOfBlocksError.",
-    )
 
     def __init__(self, **leaf_keys: Any):
         self._fill(*from_keywords(leaf_keys, _SECTION_OF))
@@ -211,9 +100,10 @@ class CacheConfig(BaseModel):
                 f"got {type(config).__name__}"
             )
         over, more = from_keywords(overrides, _SECTION_OF)
-        for one, other in (("cache_bits", "tiers"), ("tiers", "cache_bits")):
-            if one in over and over[one].value is not None and other not in over:
-                given.pop(other, None)  # two ways to say one thing: the override says it now
+        if any(over[k].value is not None for k in _PRECISION if k in over):
+            for other in _PRECISION:  # ways to say one thing: the override says it now
+                if other not in over:
+                    given.pop(other, None)
         return cls._build({**given, **over}, problems + more)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -267,6 +157,7 @@ class CacheConfig(BaseModel):
 
 
 _FIELDS = CacheConfig.model_fields
+_PRECISION = ("cache_bits", "tiers", "target_saving")
 _SECTION_OF = {k: f.json_schema_extra["section"] for k, f in _FIELDS.items()}
 _SECTION_OF |= {k: row.section for k, row in NOT_LANDED.items() if row.section}
 
@@ -298,12 +189,12 @@ def check_model_bits(config: CacheConfig, actual_bits: int | None) -> None:
 def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[str]:
     """Return a line for each pair of legal values that exclude each other."""
     lines = []
-    bits, tiers = given.get("cache_bits"), given.get("tiers")
-    default = _FIELDS["cache_bits"].default  # which to_yaml writes beside tiers
-    if bits and tiers and tiers.value is not None and bits.value != default:
+    # to_yaml writes the defaults beside the one that is meant
+    said = [given[k] for k in _PRECISION if k in given and given[k].value != _FIELDS[k].default]
+    if len(said) > 1:
+        which = " and ".join(f"{g.path}{g.place}" for g in said)
         lines.append(
-            f"{bits.path}{bits.place} and {tiers.path}{tiers.place} exclude each other: both say "
-            f"how older tokens are stored; delete one"
+            f"{which} exclude each other: each says how older tokens are stored; delete all but one"
         )
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")

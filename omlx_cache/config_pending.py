@@ -37,8 +37,6 @@ NOT_LANDED: dict[str, NotLanded] = {
     "max_cpu_blocks": NotLanded("bounding the blocks in CPU memory", section="kv_cache"),
     "recall": NotLanded("attending to offloaded blocks", section="kv_cache"),
     "max_disk_bytes": NotLanded("bounding the blocks on disk", section="kv_cache"),
-    "target_saving": NotLanded("ranges chosen for a memory target", section="quantization"),
-    "keep_layers": NotLanded("layers kept at a higher precision", section="quantization"),
     "prune_ratio": NotLanded("dropping a share of the cache by attention", section="attention"),
 }
 

@@ -41,7 +41,7 @@ WeightBits = Annotated[Literal[2, 3, 4, 8, 16, 32], BeforeValidator(_no_float)]
 Directory = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 
 
-def key(section: str, default: Any, allowed: str, description: str, **limits: int) -> Any:
+def key(section: str, default: Any, allowed: str, description: str, **limits: float) -> Any:
     """Declare a field.
 
     Args:
@@ -49,7 +49,7 @@ def key(section: str, default: Any, allowed: str, description: str, **limits: in
         default: its default.
         allowed: what it accepts, in the words of an error message: "… must be {allowed}".
         description: what it does today, for the reference page.
-        **limits: pydantic's constraints (ge, le, multiple_of).
+        **limits: pydantic's constraints (ge, le, gt, lt, multiple_of).
     """
     extra = {"section": section, "allowed": allowed}
     return Field(default, description=description, json_schema_extra=extra, **limits)

@@ -119,7 +119,7 @@ def _inspect(model: PreTrainedModel, config: PretrainedConfig) -> ModelSpec:
         _layer_windows(config, decoder_masks=mask_builders(model, decoder)[0]),
         config_value(config, "max_position_embeddings"),
         _is_chunkable(decoder),
-        tuple(sink_distance(decoder, s.module, _head_dim(s.module)) for s in sites),
+        tuple(sink_distance(decoder, s.module, head_dim_of(s.module)) for s in sites),
     )
 
 
@@ -207,7 +207,7 @@ def _find_sites(decoder: nn.Module, config: PretrainedConfig) -> tuple[Attention
 
 def _check_attention(module: nn.Module) -> None:
     """Refuse an attention module that asks for more than paged attention gives."""
-    name, head_dim = type(module).__name__, _head_dim(module)
+    name, head_dim = type(module).__name__, head_dim_of(module)
     if head_dim is None or head_dim > 256:
         raise NotImplementedError(f"head_dim must be at most 256, got {head_dim}")
     value_dim = getattr(module, "v_head_dim", head_dim)
@@ -239,7 +239,8 @@ def _check_other_modules(decoder: nn.Module, sites: tuple[AttentionSite, ...]) -
             )
 
 
-def _head_dim(module: nn.Module) -> int | None:
+def head_dim_of(module: nn.Module) -> int | None:
+    """Return the channels of an attention module's head; None where it doesn't say."""
     names = ("head_dim", "head_size", "attention_head_size")
     return next((d for name in names if (d := getattr(module, name, None)) is not None), None)
 

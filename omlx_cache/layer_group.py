@@ -18,7 +18,7 @@ from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import LayerPool, copy_blocks, reopen_block
 from omlx_cache.observer import Observer
 from omlx_cache.plan import StepPlan
-from omlx_cache.policy.tiering import TierPolicy
+from omlx_cache.policy.choice import Policy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.launch import blocks_per_split
@@ -50,7 +50,7 @@ class LayerGroup:
         geometry: Geometry,
         *,
         keep_sinks: bool,
-        policy: TierPolicy,
+        policy: Policy,
         max_blocks: int | None,
     ) -> None:
         self.geometry, self.keep_sinks, self.policy = geometry, keep_sinks, policy

@@ -61,9 +61,11 @@ def patch(
     check_model_bits(cache_config, _weight_bits(model, inner))
     state = find_state(inner)
     if state is not None:
+        PagedCache.for_patch(PatchState(cache_config, state.spec))  # or say why it can't be
         state.config = cache_config
         return model
     state = PatchState(cache_config, inspect_model(inner))
+    PagedCache.for_patch(state)
     register()
     for site in state.spec.sites:
         setattr(site.parent, site.name, PagedAttention(site.module))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
-from omlx_cache.policy.tiering import TierPolicy
+from omlx_cache.policy.choice import Policy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_cache.tables import (
     blocks_of_rows,
@@ -99,7 +99,7 @@ class StepPlan:
         geometry: Geometry,
         blocks: BlockAllocator,
         pages: BlockAllocator,
-        policy: TierPolicy,
+        policy: Policy,
         split_size: SplitSize,
         release: bool,
     ) -> None:

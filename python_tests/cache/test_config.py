@@ -12,12 +12,15 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import omlx_cache.config as config_module
+from omlx_cache import config_fields
 from omlx_cache.config import NOT_LANDED, SECTIONS, CacheConfig, ConfigError, check_model_bits
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FIELDS = CacheConfig.model_fields
 SECTION_OF = {key: field.json_schema_extra["section"] for key, field in FIELDS.items()}
+
+
+PRECISION = ("cache_bits", "tiers", "target_saving")
 
 
 @st.composite
@@ -35,6 +38,8 @@ def landed(draw):
         "model_bits": draw(st.sampled_from([None, 2, 3, 4, 8, 16, 32])),
         "cache_bits": draw(st.sampled_from([4, 8, 16, {"k": 8, "v": 4}, {"k": 4, "v": 4}])),
         "tiers": draw(st.sampled_from([None, {"k8v4": 6200, "k4v4": None}, {"k8v8": None}])),
+        "target_saving": draw(st.sampled_from([None, 0.5, 0.6])),
+        "keep_layers": draw(st.sampled_from([None, [0, -1]])),
         "window_size": draw(windows),
         "sink_tokens": sinks,
         "pruning": "oldest",
@@ -43,8 +48,7 @@ def landed(draw):
     pair = {"window_size", "sink_tokens"}  # drawn to fit each other: keep both or none
     kept = draw(st.sets(st.sampled_from(sorted(values))))
     kept = kept | pair if kept & pair else kept
-    if values["tiers"] is not None:  # instead of cache_bits, not beside it
-        kept -= {draw(st.sampled_from(["cache_bits", "tiers"]))}
+    kept -= set(PRECISION) - {draw(st.sampled_from(PRECISION))}  # one instead of the others
     return {key: value for key, value in values.items() if key in kept}
 
 
@@ -105,12 +109,8 @@ def test_every_form_gives_the_same_configuration(tmp_path_factory, leaf_keys):
 def test_overrides_replace_and_leave_the_rest(base, over):
     if {**base, **over}.get("window_size") not in (None, "auto"):
         over = {**over, "window_size": 100, "sink_tokens": 0}
-    if over.get("tiers") is not None:  # one setting with two names
-        base = {key: value for key, value in base.items() if key != "cache_bits"}
-    elif "cache_bits" in over and "tiers" not in over:
-        base = {key: value for key, value in base.items() if key != "tiers"}
-    elif "tiers" in over or "cache_bits" in over:
-        base = {k: v for k, v in base.items() if k not in ("tiers", "cache_bits")}
+    if any(key in over for key in PRECISION):  # one setting with three names
+        base = {key: value for key, value in base.items() if key not in PRECISION}
     for source in (base, nested(base), CacheConfig(**base)):
         assert CacheConfig.resolve(source, **over) == CacheConfig(**{**base, **over})
 
@@ -132,6 +132,8 @@ def test_defaults():
         "model_bits": None,
         "cache_bits": 8,
         "tiers": None,
+        "target_saving": None,
+        "keep_layers": None,
         "window_size": "auto",
         "sink_tokens": 4,
         "pruning": "oldest",
@@ -193,9 +195,9 @@ def test_every_field_can_be_documented():
         assert field.json_schema_extra["section"] in SECTIONS
         # landing a feature must also change what its field says about today
         assert ("landed" in field.description) == (key in NOT_LANDED), key
-        assert key in config_module.__doc__
+        assert key in config_fields.__doc__
     for key, row in NOT_LANDED.items():
-        assert key in config_module.__doc__
+        assert key in config_fields.__doc__
         assert (key in FIELDS) == bool(row.landed), key
         assert row.section in (SECTIONS if key not in FIELDS else ("",))
 
@@ -422,9 +424,9 @@ def test_several_errors_come_together_one_a_line():
         "\n  - kv_cache.block_size must be",
         "\n  - quantization.cache_bits must be",
         "\n  - attention.window_size must be more than",
-        "\n  - quantization.target_saving: 0.6 has not landed yet",
+        "\n  - attention.prune_ratio: 0.6 has not landed yet",
     ) as info:
-        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, target_saving=0.6)
+        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, prune_ratio=0.6)
     assert len(info.value.args) == 5
     assert isinstance(info.value, ValueError)
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
@@ -436,8 +438,6 @@ EARLY = {
     "cpu_offload": [True],
     "disk_cache": [True, "/somewhere", pathlib.Path("somewhere")],
     "pruning": ["topk", "random"],
-    "target_saving": [0.6],
-    "keep_layers": [[0, -1]],
     "prune_ratio": [0.3],
     "max_cpu_blocks": [64],
     "recall": ["topk", "all"],
@@ -599,7 +599,7 @@ def test_cache_bits_beside_tiers_is_a_contradiction(write):
     path = write("cache_bits: 4\ntiers: {k8v4: 100, k4v4: null}\n")
     with refused(
         f"quantization.cache_bits ({path}:1) and quantization.tiers ({path}:2) exclude each other",
-        "delete one",
+        "delete all but one",
     ):
         CacheConfig.from_yaml(path)
     assert CacheConfig.resolve(path, tiers=None).cache_bits == 4

@@ -1,0 +1,141 @@
+"""The keys of the configuration: section, default, what is accepted, and what each one does.
+
+kv_cache:      block_size, max_gpu_blocks, cpu_offload, disk_cache, recent_tokens, prefill_chunk
+               later: prefix_cache, max_cpu_blocks, recall, max_disk_bytes
+quantization:  model_bits, cache_bits, tiers, target_saving, keep_layers
+attention:     window_size, sink_tokens, pruning
+               later: prune_ratio
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from omlx_cache.config_types import Bits, Directory, KVBits, Positive, Tiers, WeightBits, key
+
+
+class ConfigFields(BaseModel):
+    """The fields of `omlx_cache.config.CacheConfig`, which reads and checks them."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+    block_size: int = key(
+        "kv_cache",
+        256,
+        "a multiple of 64 from 64 to 4096",
+        "Tokens in one block: the unit of allocation, precision conversion and release. Small "
+        "blocks leave less room unused at the end of a sequence, large blocks need less "
+        "bookkeeping. Start from 256.",
+        multiple_of=64,
+        ge=64,
+        le=4096,
+    )
+    max_gpu_blocks: Positive | None = key(
+        "kv_cache",
+        None,
+        "an integer of at least 1, or null (no bound)",
+        "The most blocks that the pool on the model's device may hold at once: over all sequences, "
+        "counted once for each group of layers that share a block table, whatever a block's "
+        "precision. The step that would need more raises OutOfBlocksError and leaves the cache as "
+        "it was; nothing is dropped or moved yet. A long sequence needs at least "
+        "window_size / block_size blocks, rounded up, and one for the sinks. null: the pool grows "
+        "as needed.",
+    )
+    cpu_offload: bool = key(
+        "kv_cache",
+        False,
+        "true or false",
+        "Whether blocks move to CPU memory when the pool is full. Only false has landed.",
+    )
+    disk_cache: bool | Directory = key(
+        "kv_cache",
+        False,
+        "true, false or the path of a directory",
+        "Whether, or in which directory, blocks are kept on disk. Best left off where latency "
+        "matters. Only false has landed.",
+    )
+    recent_tokens: int = key(
+        "kv_cache",
+        128,
+        "an integer of at least 0",
+        "How many of a sequence's newest tokens stay in the model's own dtype. A finished block is "
+        "converted to cache_bits once all of it is older; with 0, as soon as it is finished.",
+        ge=0,
+    )
+    prefill_chunk: Positive | None = key(
+        "kv_cache",
+        512,
+        "an integer of at least 1, or null (the whole prompt at once)",
+        "Prompt tokens processed at a time. A chunk sees the history as it is stored, and itself "
+        "unquantized; smaller chunks lower the memory peak of a long prompt.",
+    )
+    model_bits: WeightBits | None = key(
+        "quantization",
+        None,
+        "2, 3, 4, 8, 16 or 32, or null (not checked)",
+        "Bits of the model's weights, only as a check: patching a model that has others raises "
+        "ConfigError. null: not checked.",
+    )
+    cache_bits: Bits | KVBits = key(
+        "quantization",
+        8,
+        "4, 8 or 16, or {k: 8, v: 4}",
+        "Bits of the K and V numbers older than recent_tokens. 8: K per channel in groups of 64 "
+        "tokens, V per token. {k: 8, v: 4}: V in 4 bits, rotated, per token in groups of 64 "
+        "channels. 4: K too. 16: never quantized, all in the model's own dtype (also where that is "
+        "float32). For several precisions by age see tiers.",
+    )
+    tiers: Tiers | None = key(
+        "quantization",
+        None,
+        "a mapping of k8v8, k8v4, k4v4 (in this order) to tokens, the last to null (the rest)",
+        "Precision by age, instead of cache_bits: how many tokens older than recent_tokens each "
+        "tier takes, from new to old. {k8v4: 6200, k4v4: null} keeps 6200 tokens at 8-bit K and "
+        "4-bit V, and everything older at 4 bits. A block changes its tier once all of it is old "
+        "enough. null: one tier, as cache_bits says.",
+    )
+    target_saving: float | None = key(
+        "quantization",
+        None,
+        "a number between 0 and 1, or null",
+        "The share of the cache's memory to save, instead of cache_bits or tiers: 0.6 keeps it at "
+        "40 % of what the same tokens take in the model's dtype, everything counted. The oldest "
+        "blocks get as cold as that takes and no colder: first 4-bit V, then 4-bit K. Holds "
+        "from 4096 tokens on; shorter texts save less.",
+        gt=0,
+        lt=1,
+    )
+    keep_layers: list[int] | None = key(
+        "quantization",
+        None,
+        "a list of layer numbers, such as [0, -1], or null",
+        "Layers that stay at 8 bits, whatever the others do (or in the model's dtype, with "
+        "cache_bits: 16); negative numbers count from the last layer.",
+    )
+    window_size: Literal["auto"] | Positive | None = key(
+        "attention",
+        "auto",
+        "an integer of at least 1, auto, or null (no window)",
+        "How many of the newest tokens a query sees, itself included, besides the sink tokens; "
+        "more than sink_tokens. Blocks that no later query can see are freed. auto: the length the "
+        "model was trained for, or a layer's own window where it has one. null: no window but a "
+        "layer's own.",
+    )
+    sink_tokens: int = key(
+        "attention",
+        4,
+        "an integer from 0 to 64",
+        "How many of a sequence's first tokens every query goes on seeing, in the model's own "
+        "dtype, once the window has left them behind. Without any, text falls apart there.",
+        ge=0,
+        le=64,
+    )
+    pruning: Literal["oldest", "topk", "random"] = key(
+        "attention",
+        "oldest",
+        "oldest, topk or random",
+        "Which block is worth least when max_gpu_blocks is reached. Only oldest has landed, and "
+        "only as a name: no block is dropped yet, a full pool raises OutOfBlocksError.",
+    )

@@ -1,0 +1,74 @@
+"""`target_saving`: the target holds, with the least loss, and nothing is colder than it stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omlx_cache.policy.saving import HOLDS_FROM, SavingPolicy
+from omlx_cache.sequences import Geometry
+from omlx_kernels.layout import BlockFormat, Tier
+
+FORMATS = st.builds(
+    BlockFormat,
+    st.sampled_from([64, 256]),
+    st.sampled_from([0, 4, 64]),
+    st.just(1),
+    st.sampled_from([64, 80, 128]),
+    st.sampled_from([torch.float16, torch.float32]),
+)
+
+
+def policy_for(target: float, fmt: BlockFormat, window=None, recent: int = 128) -> SavingPolicy:
+    geometry = Geometry(fmt.block_size, fmt.sink_tokens, window)
+    return SavingPolicy.for_format(target, recent, geometry, fmt)
+
+
+def tiers_at(policy: SavingPolicy, length: int) -> list[Tier]:
+    """Return the tier of each live block of a text, oldest first; a block begun is HOT."""
+    geometry = policy.geometry
+    size, origin = geometry.block_size, geometry.sink_tokens
+    ends = range(origin + size, origin + geometry.num_blocks(length) * size + 1, size)
+    live = list(ends)[geometry.num_released(length) :]
+    return [policy.tier_of(e, length) if e <= length else Tier.HOT for e in live]
+
+
+@settings(max_examples=60)
+@given(FORMATS, st.floats(0.2, 0.68), st.integers(0, 300), st.integers(300, 12000))
+def test_the_target_holds_from_4096_tokens_on(fmt, target, recent, length):
+    policy = policy_for(target, fmt, recent=recent)
+    tiers = tiers_at(policy, length)
+    stored = fmt.bytes_per_block(Tier.SINK) + sum(map(fmt.bytes_per_block, tiers))
+    plain = length * fmt.bytes_per_block(Tier.HOT) // fmt.block_size
+    old = [tier for tier in tiers if tier is not Tier.HOT]
+    is_saved = stored <= (1 - target) * plain
+    assert is_saved or length < HOLDS_FROM or set(old) <= {Tier.K4V4}, "or as cold as can be"
+    assert old == sorted(old, reverse=True), "the older, the colder"
+    assert not ({Tier.K8V8, Tier.K4V4} <= set(old)), "nothing turns to K4V4 while K8V8 is left"
+    assert length < HOLDS_FROM or target > 0.45 or Tier.K4V4 not in old
+
+
+@settings(max_examples=20)
+@given(FORMATS, st.floats(0.3, 0.68), st.none() | st.integers(600, 2000))
+def test_a_block_only_gets_colder(fmt, target, window):
+    policy = policy_for(target, fmt, window)
+    size, end = fmt.block_size, fmt.sink_tokens + 4 * fmt.block_size
+    lengths = range(end, HOLDS_FROM, size // 2)
+    if window is not None:  # until the block leaves
+        lengths = range(end, end + window - size, size // 2)
+    seen = [policy.tier_of(end, n) for n in lengths]
+    assert seen == sorted(seen)
+
+
+def test_no_colder_than_it_takes():
+    fmt = BlockFormat(256, 4, 1, 128, torch.float16)
+    assert set(tiers_at(policy_for(0.3, fmt), 8192)) == {Tier.HOT, Tier.K8V8}
+    assert set(tiers_at(policy_for(0.5, fmt), 8192)) == {Tier.HOT, Tier.K8V8, Tier.K8V4}
+    assert set(tiers_at(policy_for(0.6, fmt), 8192)) == {Tier.HOT, Tier.K8V4, Tier.K4V4}
+
+
+def test_what_can_not_be_saved_is_refused():
+    with pytest.raises(ValueError, match=r"target_saving must be below 0\.719 for this model"):
+        policy_for(0.75, BlockFormat(256, 4, 1, 128, torch.float16))
