@@ -14,7 +14,7 @@ stored and read back in several ways:
 
 Every variant is decoded and compared before it gets a number. Ratios (bytes before / after) are
 exact. Speeds are bytes before over the *CPU time* of one thread, so that other work on the machine
-counts little; best of the rounds.
+counts little; best of the rounds. What is stored as it is, is decoded without a copy.
 
     python bench/bench_codec.py --json bench/results/codec.json     # the table
     pytest bench/bench_codec.py                                     # pytest-benchmark, wall clock
@@ -277,7 +277,8 @@ def main() -> None:
             "model": "SmolLM2-135M-Instruct",
             "note": "MB of raw bytes per second of one thread's CPU time, on a shared machine",
         }
-        args.json.write_text(json.dumps({"versions": versions, "results": results}, indent=1))
+        text = json.dumps({"versions": versions, "results": results}, indent=1)
+        args.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":
