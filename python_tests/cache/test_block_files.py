@@ -246,7 +246,7 @@ def fails(code: int):
 
 
 def no_disk_left(monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC), raising=False)
 
 
 def no_disk_left_in_the_middle(monkeypatch):
@@ -312,6 +312,17 @@ def test_what_cannot_be_written_is_one_warning_and_loses_nothing(
         assert same(BlockFiles(tmp_path, MODEL).get(key(1)), block(1))
     assert not leftovers(tmp_path)
     assert files.put(key(3), block(3))  # there is room again
+
+
+@pytest.mark.parametrize("code", [None, errno.EOPNOTSUPP])
+def test_a_disk_that_cannot_set_space_aside_is_written_to(tmp_path, monkeypatch, code):
+    if code is None:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", fails(code), raising=False)
+    files = BlockFiles(tmp_path, MODEL)
+    assert files.put(key(1), block())
+    assert same(files.get(key(1)), block())
 
 
 def test_a_file_size_limit_of_the_system_is_a_full_disk(tmp_path, caplog):
