@@ -61,6 +61,9 @@ def _locked_temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 def allocate(descriptor: int, size: int) -> None:
     """Take ``size`` bytes of the disk for a file; where that can't be, only set its length."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        os.ftruncate(descriptor, size)
+        return
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:

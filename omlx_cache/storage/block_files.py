@@ -237,14 +237,14 @@ class BlockFiles:
         total = sum(entry.size for entry in entries)
         # What was set aside goes first; what is about to be replaced, last.
         entries = [entry for entry in entries if entry.path.suffix != _TEMPORARY]
+        if total - sum(entry.size for entry in entries) + size > self.max_bytes:
+            raise OSError(f"what others are writing leaves no {size} bytes of {self.max_bytes}")
         entries.sort(key=lambda e: (e.path.suffix != _DAMAGED, e.path == path, e.stamp, e.path))
         for entry in entries:
             if total + size <= self.max_bytes:
                 return
             entry.path.unlink(missing_ok=True)
             total -= entry.size
-        if total + size > self.max_bytes:
-            raise OSError(f"other writers' files leave no {size} bytes of {self.max_bytes}")
 
     def _scan(self) -> list[_Entry]:
         """List our files, catch up with others' stamps, and remove what dead writers left.

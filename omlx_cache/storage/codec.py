@@ -6,10 +6,10 @@ exponents, which repeat, apart from the mantissas, which don't. A plane is compr
 saves at least `MIN_SAVING`, and stored as it is where it doesn't.
 
 Delta coding along the tokens, channel by channel, was measured against this on a real cache
-(``bench/bench_codec.py``; results: ``bench/results/codec.json``) and is left out. It makes 8-bit
-keys, values and floats larger, for a channel's codes already have the spread of noise, and rotated
-keys of neighbouring tokens differ in most channels; 4-bit keys are the one part that it makes
-smaller, by less than 1 % of a block.
+(``bench/bench_codec.py``; ``bench/results/codec.json``) and is left out. It makes 8-bit keys, all
+values and 16-bit floats larger: rotated keys differ from token to token in most channels, and codes
+whose scale follows the data look like noise already. 4-bit keys and the scales of values get a
+little smaller, which is less than 1 % of a block.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Three parts. The *model*: the shape of its decoder, its rotary embedding, and a sample of its
 weights. The *format*: how a `PagedCache` stores. The *tokenizer*, where it is known.
 
-A checkpoint in another dtype, or whose quantized weights another kernel has packed in its own
-order, counts as another model: its keys are not the same numbers.
+A checkpoint that is loaded in another dtype counts as another model: its keys are not the same
+numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
 
 SAMPLE = 16
-"""Values that are looked at in each weight, evenly spread: some thousands for a whole model."""
+"""Values that are looked at in each weight, evenly spread: some thousands in a model."""
 
 _SHAPE_KEYS = (
     "model_type",
@@ -118,12 +118,10 @@ def differences(stored: Mapping[str, str], present: Mapping[str, str]) -> list[s
 def _weights_digest(decoder: nn.Module) -> str:
     digest = hashlib.sha256()
     samples: list[torch.Tensor] = []
-    for name, weight in sorted(_weights(decoder), key=lambda named: named[0]):
-        digest.update(_json([name, list(weight.shape), str(weight.dtype)]).encode())
-        if not weight.is_meta and weight.numel():  # one that is offloaded can't be read
-            flat = weight.detach().reshape(-1)
-            step = max(1, flat.numel() // SAMPLE)
-            samples.append(flat[::step][:SAMPLE].contiguous().view(torch.uint8))
+    for name, shape, sample in sorted(_samples(decoder), key=lambda named: named[0]):
+        digest.update(_json([name, list(shape), str(sample.dtype)]).encode())
+        if not sample.is_meta and sample.numel():  # one that is offloaded can't be read
+            samples.append(sample.contiguous().view(torch.uint8))
     if not samples:
         raise NotImplementedError(
             f"model_fingerprint: the model must have weights on some device, got a "
@@ -144,13 +142,29 @@ def _on_cpu(samples: list[torch.Tensor]) -> list[torch.Tensor]:
     return [found[i] for i in range(len(samples))]
 
 
-def _weights(decoder: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and the buffers that a checkpoint holds (as quantized weights are)."""
-    yield from decoder.named_parameters()
+def _samples(decoder: nn.Module) -> Iterator[tuple[str, torch.Size | tuple, torch.Tensor]]:
+    """Yield name, shape and a 1-D sample of what a checkpoint holds.
+
+    GPTQ and AWQ kernels pack their weights in an order of their own, some when they run first, so
+    of a quantized layer only what no order changes is looked at: the least and greatest scale.
+    """
+    seen: set[int] = set()  # tied weights count once
     for prefix, module in decoder.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+        own = {**module._parameters, **module._buffers}
+        quantized = {"qweight", "scales"} <= set(own)
+        for name, weight in own.items():
+            is_stored = name not in module._non_persistent_buffers_set
+            if weight is None or id(weight) in seen or not is_stored:
+                continue
+            seen.add(id(weight))
+            whole = f"{prefix}.{name}"
+            if not quantized or name == "bias":
+                flat = weight.detach().reshape(-1)
+                step = max(1, flat.numel() // SAMPLE)
+                yield whole, weight.shape, flat[::step][:SAMPLE]
+            elif name == "scales":
+                least, most = weight.detach().aminmax()
+                yield whole, (), torch.stack([least, most]).to(torch.bfloat16)
 
 
 def _adapters(decoder: nn.Module) -> Iterator[list]:

@@ -129,8 +129,11 @@ class SavedCache:
             sealed = self._open(file)
             try:
                 self._fill(cache, state, sealed)
-            except SealedError as error:
-                raise self._damaged(error) from error
+            except BaseException as error:
+                cache.reset()
+                if isinstance(error, SealedError):
+                    raise self._damaged(error) from error
+                raise
         return cache
 
     def _open(self, file) -> SealedReader:
@@ -163,25 +166,29 @@ class SavedCache:
             )
 
     def _fill(self, cache: PagedCache, state: PatchState, sealed: SealedReader) -> None:
-        for group, described in zip(cache.groups, self._description["groups"], strict=True):
-            _restore_rows(group, described)
-        for i, (layer, shape) in enumerate(
-            zip(cache.layers, self._description["layers"], strict=True)
-        ):
+        described = self._description["groups"]
+        taken = {
+            id(group): _restore_rows(group, own)
+            for group, own in zip(cache.groups, described, strict=True)
+        }
+        layers = zip(cache.layers, self._description["layers"], state.spec.sites, strict=True)
+        for i, (layer, shape, site) in enumerate(layers):
             if shape is None:
                 continue
             dtype = next(d for d, name in DTYPES.items() if name == shape["dtype"])
             states = torch.empty(
                 (0, shape["num_kv_heads"], 0, shape["head_dim"]),
                 dtype=dtype,
-                device=_device_of(state.spec.sites[i].module),
+                device=_device_of(site.module),
             )
             layer.lazy_initialization(states, states)
             layer.pool.fit(layer.group.capacity())
-            for tier in Tier:
+            for tier, ids in taken[id(layer.group)].items():
+                if not ids:
+                    continue
                 for part, target in layer.pool.blocks.tier(tier).tensors().items():
-                    if target.numel():
-                        target.copy_(from_raw(sealed.read(_name(i, tier, part))))
+                    stored = from_raw(sealed.read(_name(i, tier, part))).to(target.device)
+                    target.index_copy_(0, torch.tensor(ids, device=target.device), stored)
         if "valid" in sealed.names:
             cache._valid = from_raw(sealed.read("valid")).numpy()
         cache._set_columns(self._description["columns"])
@@ -214,27 +221,33 @@ def _describe(group: LayerGroup, contents: _Contents) -> dict:
     return {"keep_past": group.keep_past, "rows": rows}
 
 
-def _restore_rows(group: LayerGroup, described: dict) -> None:
-    """Take the blocks that rows name, once each, and share those that several rows name."""
+def _restore_rows(group: LayerGroup, described: dict) -> dict[Tier, list[int]]:
+    """Take blocks for what the rows hold, once each, and share those that several rows name.
+
+    Returns:
+        the ids that were taken of each tier: what is stored at place ``i`` belongs into ``ids[i]``.
+    """
     rows = described["rows"]
-    blocks = {(Tier[tier], index) for row in rows for _, tier, index in row["blocks"]}
+    blocks = {(Tier[tier], place) for row in rows for _, tier, place in row["blocks"]}
     pages = {row["sink_page"] for row in rows} - {None}
     group.blocks.require(len(blocks))
-    for tier in BLOCK_TIERS:
-        group.blocks.allocate(tier, sum(t is tier for t, _ in blocks))
-    group.pages.allocate(Tier.SINK, len(pages))
-    seen = set()
+    ids = {t: group.blocks.allocate(t, sum(tier is t for tier, _ in blocks)) for t in BLOCK_TIERS}
+    ids[Tier.SINK] = group.pages.allocate(Tier.SINK, len(pages))
+    shared = set()
     for row in rows:
-        stored = [StoredBlock(start, Tier[tier], index) for start, tier, index in row["blocks"]]
-        group.rows.append(Sequence(row["length"], row["sink_page"], stored))
+        named = [(start, Tier[tier], place) for start, tier, place in row["blocks"]]
+        stored = [StoredBlock(start, tier, ids[tier][place]) for start, tier, place in named]
+        page = None if row["sink_page"] is None else ids[Tier.SINK][row["sink_page"]]
+        group.rows.append(Sequence(row["length"], page, stored))
         held = [(group.blocks, b.tier, b.index) for b in stored]
-        if row["sink_page"] is not None:
-            held.append((group.pages, Tier.SINK, row["sink_page"]))
+        if page is not None:
+            held.append((group.pages, Tier.SINK, page))
         for allocator, tier, index in held:
-            if (tier, index) in seen:
+            if (tier, index) in shared:
                 allocator.share(tier, index)
-            seen.add((tier, index))
+            shared.add((tier, index))
     group.keep_past = described["keep_past"]
+    return ids
 
 
 def _parts(
