@@ -1,78 +1,30 @@
-"""What each setting costs in quality and saves in bytes, on the real model.
+"""The README's quality numbers: the quality tool with its defaults, kept in ``bench/results/``.
 
-SmolLM2-135M in float32 reads technical text teacher-forced; the second half of the positions is
-compared with the stock model on the same text. Bytes are those of the same cache in a 16-bit model,
-every scale, table slot and free byte counted, against a contiguous 16-bit cache of as many tokens.
+    python bench/quality.py                    # 4096 tokens, bench/results/quality_4096.json
+    python bench/quality.py --tokens 8192      # and every other option of omlx_cache.tools.quality
 
-    python bench/quality.py --tokens 8192 --json bench/results/quality.json
+A run that was interrupted goes on; rows that are there are not measured again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from dataclasses import asdict
+import sys
 from pathlib import Path
 
-import torch
+from omlx_cache.tools.quality import app
 
-import omlx_cache
-from omlx_cache.tools.divergence import compare, teacher_forced
-from omlx_cache.tools.loading import load_model, load_tokenizer
-from omlx_cache.tools.smollm2 import smollm2_checkpoint
-from omlx_cache.tools.texts import token_ids
-from omlx_kernels.layout import Tier
-
-SETTINGS = {
-    "16 bits": {"cache_bits": 16},
-    "8 bits (default)": {},
-    "K 8, V 4 bits": {"cache_bits": {"k": 8, "v": 4}},
-    "6200 tokens K 8, V 4; then 4 bits": {"tiers": {"k8v4": 6200, "k4v4": None}},
-    "1024 tokens K 8, V 4; then 4 bits": {"tiers": {"k8v4": 1024, "k4v4": None}},
-    "4 bits": {"cache_bits": 4},
-    "8 bits, window 1024": {"window_size": 1024},
-    "8 bits, window 1024, no sinks": {"window_size": 1024, "sink_tokens": 0},
-}
+RESULTS = Path(__file__).parent / "results"
 
 
-def bytes_at_16_bits(cache: omlx_cache.PagedCache) -> int:
-    """Return what the cache's blocks take in a 16-bit model: hot ones half of float32."""
-    halved = {"sink", "hot"}
-    sizes = cache.report().bytes_by_tier
-    assert set(sizes) == {tier.name.lower() for tier in Tier}
-    return sum(size // 2 if name in halved else size for name, size in sizes.items())
-
-
-def main() -> None:
-    """Print one line a setting: saved bytes, KLD, top-1, perplexity."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--only", nargs="*", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    args = parser.parse_args()
-    path = smollm2_checkpoint()
-    model = load_model(path, dtype=torch.float32)
-    ids = torch.tensor([token_ids("quality", load_tokenizer(path), args.tokens)])
-    reference = teacher_forced(model, ids, args.tokens // 2)
-    per_token = model.config.num_hidden_layers * model.config.num_key_value_heads
-    full = args.tokens * per_token * model.config.head_dim * 2 * 2
-    rows = {}
-    for name in args.only:
-        with omlx_cache.patched(model, **SETTINGS[name]):
-            cache = omlx_cache.PagedCache(model)
-            candidate = teacher_forced(model, ids, args.tokens // 2, cache=cache)
-        row = asdict(compare(reference, candidate, ids))
-        row["saved"] = 1 - bytes_at_16_bits(cache) / full
-        rows[name] = row
-        print(
-            f"{name:36s} saved {row['saved']:6.1%}  KLD {row['kld']:.6f}  top-1 {row['top1']:.2%}"
-            f"  perplexity {row['perplexity_ratio']:+.3%}",
-            flush=True,
-        )
-    if args.json:
-        versions = {"torch": torch.__version__, "tokens": args.tokens}
-        args.json.write_text(json.dumps({"versions": versions, "results": rows}, indent=1) + "\n")
+def main(arguments: list[str]) -> None:
+    """Run the tool; without ``--results`` the file is named after the tokens."""
+    tokens = "4096"
+    if "--tokens" in arguments[:-1]:
+        tokens = arguments[arguments.index("--tokens") + 1]
+    if "--results" not in arguments:
+        arguments = [*arguments, "--results", str(RESULTS / f"quality_{tokens}.json")]
+    app(arguments, prog_name="bench/quality.py")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
