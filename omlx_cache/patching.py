@@ -204,7 +204,7 @@ def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwa
 def _refuse_continuous_batching(self: nn.Module, *args, **kwargs) -> None:
     """Stand in for what generate_batch begins with, before it changes the model's attention."""
     raise NotImplementedError(
-        "omlx_cache: continuous batching (generate_batch) can't be served, it brings a cache and an "
-        "attention of its own; call model.generate with a padded batch, or "
+        "omlx_cache: continuous batching (generate_batch) can't be served, it brings a cache and "
+        "an attention of its own; call model.generate with a padded batch, or "
         "omlx_cache.unpatch(model) first"
     )
