@@ -18,7 +18,7 @@ say   := @printf '==> %s\n'
 BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format aot sanitize bench clean distclean venv
+.PHONY: help demo test modes compat lint format aot sanitize bench clean distclean venv
 
 help:  ## show this list
 	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
@@ -31,9 +31,16 @@ demo: $(VENV)/.ready  ## chat with a small real model, stock and patched, and co
 # Triton decides between its interpreter and its compiler once per process, so the tests are two processes.
 test: $(VENV)/.ready  ## run every test: kernels interpreted on the CPU, then those that compile
 	$(say) "tests (1/2): everything but the tests that compile, Triton interpreted on the CPU"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix"
 	$(say) "tests (2/2): tests that compile for GPU architectures (no GPU needed)"
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot
+
+# junit_family: the newer one has no room for the properties that name a cell.
+modes: $(VENV)/.ready  ## try every way of generating text on every family; write docs/generation.md
+	$(say) "modes"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest python_tests/models/test_generation_modes.py \
+	  -o junit_family=xunit1 --junitxml=build/modes.xml; \
+	  $(BIN)/python docs/render_modes.py build/modes.xml
 
 # AOT_ARGS="--full" compiles the whole matrix, "--accept" makes its figures the budgets.
 aot: $(VENV)/.ready  ## prove what the kernels compile to, for GPUs that are not here

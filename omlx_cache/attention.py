@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from omlx_cache import compiled
+from omlx_cache.attention_weights import attention_weights
 from omlx_cache.cache import PagedCache
 from omlx_cache.compat import Cache, register_attention
 from omlx_cache.paged_layer import PagedLayer
@@ -131,7 +132,8 @@ def paged_attention_forward(
             that name arguments which would have to be heeded.
 
     Returns:
-        [batch, columns, num_q_heads, head_dim], and None for the weights, which never exist.
+        [batch, columns, num_q_heads, head_dim], and None for the weights: where they are wanted,
+        the cache collects them.
     """
     cache: PagedCache | None = kwargs.get(_CACHE_ARGUMENT)
     if cache is None or attention_mask is not None:
@@ -152,6 +154,10 @@ def paged_attention_forward(
         scores = (scale, softcap, s_aux)
         return compiled.attend(cache.handle, module.layer_idx, query, key, value, *scores), None
     out = layer.attend(query.detach(), key, value, scale, softcap=softcap, sink_logits=s_aux)
+    if cache.weights is not None:
+        valid = cache.columns_in_step()
+        scores = {"softcap": softcap, "sink_logits": s_aux}
+        cache.weights.append(attention_weights(layer, valid, query.detach(), scale, **scores))
     if torch.is_grad_enabled() and query.requires_grad:
         out = _RefuseBackward.apply(out, query)
     return out, None

@@ -77,6 +77,7 @@ class PagedCache(Cache):
         self.groups: list[LayerGroup] = []
         self._valid: np.ndarray | None = None  # [rows, columns] bool; None while all are real
         self._step_columns: np.ndarray | None = None  # of the step in progress
+        self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
         self._traced_by: int | None = None  # the thread whose compiled graph runs the step
         self.handle = new_handle(self)
         groups: dict[tuple, LayerGroup] = {}
@@ -224,6 +225,22 @@ class PagedCache(Cache):
             raise
         self._step_columns = valid
         self._traced_by = get_ident() if traced else None
+
+    @contextmanager
+    def collect(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
+        """Collect the weights with which the layers attend, if they are wanted."""
+        found: list[torch.Tensor] = []
+        self.weights = found if wanted else None
+        try:
+            yield found
+        finally:
+            self.weights = None
+
+    def columns_in_step(self) -> np.ndarray:
+        """Return which columns are real, [rows, past + columns], those of the step included."""
+        new, past = self._step_columns, self.get_seq_length()
+        stored = np.ones((new.shape[0], past), bool) if self._valid is None else self._valid
+        return np.concatenate([stored, new], 1)
 
     def end_step(self) -> None:
         """Make what the step in progress stored part of the cache."""

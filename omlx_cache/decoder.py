@@ -38,6 +38,7 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     kwargs = _by_name(decoder, args, kwargs)
     _refuse_what_cannot_be_served(decoder, kwargs)
     return_dict = kwargs.pop("return_dict", None)
+    wants_weights = _pop_output_attentions(decoder, kwargs)
     use_cache = kwargs.pop("use_cache", None)
     use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     cache = _pop_cache(kwargs)
@@ -53,7 +54,7 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     cache.require(valid, chunk)
 
     name = cache_name(type(decoder).forward)
-    outputs = []
+    outputs, weights = [], []
     for first in range(0, max(columns, 1), chunk):
         part = {
             key: _slice(value, _COLUMN_ARGUMENTS[key], first, chunk)
@@ -61,9 +62,12 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
             else value
             for key, value in kwargs.items()
         }
-        with cache.step(valid[:, first : first + chunk]):
+        with cache.step(valid[:, first : first + chunk]), cache.collect(wants_weights) as found:
             outputs.append(original(**part, **{name: cache}, use_cache=True, return_dict=True))
+        weights.append(found)
     output = _join(outputs)
+    if wants_weights:
+        output.attentions = _join_weights(weights)
     if use_cache:
         state.used(cache, snapshot=is_new)
     else:
@@ -85,6 +89,11 @@ def run_traced_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     _refuse_what_cannot_be_served(decoder, by_name)
     for name in CACHE_NAMES:
         by_name.pop(name, None)
+    if _pop_output_attentions(decoder, by_name):
+        raise NotImplementedError(
+            "omlx_cache: output_attentions can't be served by a compiled model; call the model "
+            "itself to look at the weights"
+        )
     inputs = by_name.get("input_ids")
     inputs = by_name.get("inputs_embeds") if inputs is None else inputs
     return_dict = by_name.pop("return_dict", None)
@@ -124,12 +133,14 @@ def _refuse_what_cannot_be_served(decoder: nn.Module, kwargs: dict) -> None:
             "omlx_cache: a patched model can't be trained; call model.eval(), or "
             "omlx_cache.unpatch(model) first"
         )
-    wanted = kwargs.get("output_attentions")
-    if getattr(decoder.config, "output_attentions", False) if wanted is None else wanted:
-        raise NotImplementedError(
-            "omlx_cache: output_attentions can't be served, paged attention never holds the "
-            "weights; call omlx_cache.unpatch(model) to look at them"
-        )
+
+
+def _pop_output_attentions(decoder: nn.Module, kwargs: dict) -> bool:
+    """Remove the argument that asks for the weights of attention, and say whether it does."""
+    wanted = kwargs.pop("output_attentions", None)
+    if wanted is None:
+        wanted = getattr(decoder.config, "output_attentions", None)
+    return bool(wanted)
 
 
 def _refuse_packed_sequences(kwargs: dict) -> None:
@@ -181,3 +192,12 @@ def _join(outputs: list) -> Any:
             layers = zip(*(o.hidden_states for o in outputs), strict=True)
             joined.hidden_states = tuple(torch.cat(parts, 1) for parts in layers)
     return joined
+
+
+def _join_weights(chunks: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Put each layer's weights under each other; a chunk does not see the columns after it."""
+    columns = chunks[-1][0].shape[-1]
+    return tuple(
+        torch.cat([torch.nn.functional.pad(x, (0, columns - x.shape[-1])) for x in layer], 2)
+        for layer in zip(*chunks, strict=True)
+    )

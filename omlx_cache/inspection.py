@@ -40,7 +40,7 @@ _IGNORED_ARGUMENTS = {
     "attention_mask",  # None: see omlx_cache.compat.register_attention
     "dropout",  # a patched model isn't trained
     "is_causal",  # checked on the module
-    "output_attentions",  # refused when it is asked for
+    "output_attentions",  # the decoder answers it
     "position_ids",
     "sliding_window",  # comes from the configuration, as the mask of the stock model does
 }

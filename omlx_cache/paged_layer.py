@@ -103,21 +103,16 @@ class PagedLayer(CacheLayerMixin):
         self._store(key, value)
         blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
         batch, heads, columns, dim = query.shape
-        q = query.to(self.pool.format.dtype).transpose(1, 2).reshape(batch * columns, heads, dim)
-        packed = q if tables.token_index is None else q[tables.token_index]
+        operands, sight = self.operands(query)
         observer, mass = self.group.observer, None
         if observer is not None:
             shape = (tables.meta.splits.shape[0], heads)
-            mass = torch.empty(shape, dtype=torch.float32, device=q.device)
+            mass = torch.empty(shape, dtype=torch.float32, device=query.device)
         out = ops.paged_attention(
-            packed,
-            blocks,
-            tables.meta,
+            *operands,
+            **sight,
             sm_scale=sm_scale,
-            window_size=self.group.geometry.window_size,
-            keep_sinks=self.group.keep_sinks,
             rotated_v=self.group.policy.rotates_values,
-            sink_q=self._sink_query(packed, tables.sink_offsets),
             softcap=softcap,
             sink_logits=sink_logits if sink_logits is None else sink_logits.detach(),
             split_mass=mass,
@@ -125,10 +120,27 @@ class PagedLayer(CacheLayerMixin):
         if observer is not None:
             observer(self.index, tables.meta, mass)
         if tables.token_index is not None:
-            out = torch.zeros_like(q).index_copy_(0, tables.token_index, out)
+            padded = out.new_zeros(batch * columns, heads, dim)
+            out = padded.index_copy_(0, tables.token_index, out)
         for old, new, old_ids, new_ids in tables.convert:
             ops.convert_blocks(blocks.tier(old), blocks.tier(new), old, new, old_ids, new_ids)
         return out.view(batch, columns, heads, dim).to(query.dtype)
+
+    def operands(self, query: torch.Tensor) -> tuple[tuple, dict]:
+        """Return q, blocks and tables of the step for `paged_attention`, and what a query sees.
+
+        Args:
+            query: [batch, num_q_heads, columns, head_dim].
+        """
+        tables, group = self.group.step.tables(query.device), self.group
+        q = query.to(self.pool.format.dtype).transpose(1, 2).flatten(0, 1)
+        packed = q if tables.token_index is None else q[tables.token_index]
+        sight = {
+            "window_size": group.geometry.window_size,
+            "keep_sinks": group.keep_sinks,
+            "sink_q": self._sink_query(packed, tables.sink_offsets),
+        }
+        return (packed, self.pool.blocks, tables.meta), sight
 
     def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
         """Return the queries as they look at the sinks outside of the window; None: as they are."""

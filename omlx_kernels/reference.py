@@ -6,6 +6,8 @@ exactly the arguments of the public ops (`omlx_kernels.ops`), which hold the con
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier, TierBlocks
@@ -103,22 +105,62 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend in float64 and round once at the end; see `omlx_kernels.ops.paged_attention`."""
     out = torch.zeros_like(q)
-    kv_heads = blocks.hot.k.shape[1]
+    found = attention_probabilities(
+        q,
+        blocks,
+        meta,
+        sm_scale=sm_scale,
+        window_size=window_size,
+        keep_sinks=keep_sinks,
+        sink_q=sink_q,
+        softcap=softcap,
+        sink_logits=sink_logits,
+    )
+    for seq, (probs, v, key_pos) in enumerate(found):
+        first, last = int(meta.query_start_loc[seq]), int(meta.query_start_loc[seq + 1])
+        result = (probs @ v.repeat_interleave(q.shape[1] // v.shape[0], 0)).transpose(0, 1)
+        out[first:last] = (hadamard(result) if rotated_v else result).to(out)
+        if split_mass is not None and first < last:
+            for i in range(int(meta.split_starts[seq]), int(meta.split_starts[seq + 1])):
+                chosen = _keys_of_split(meta, blocks, i, key_pos)
+                split_mass[i] = probs[:, -1, chosen].sum(-1)
+    return out
+
+
+def attention_probabilities(
+    q: torch.Tensor,
+    blocks: LayerBlocks,
+    meta: AttentionMetadata,
+    *,
+    sm_scale: float,
+    window_size: int | None = None,
+    keep_sinks: bool = True,
+    sink_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield what each sequence's queries make of its keys, in the order of its table row.
+
+    Args: as `paged_attention` takes them.
+
+    Yields:
+        float64 [num_q_heads, queries, num_tokens], a row of zeros where a query sees nothing; the
+        values and the positions, as `read_sequence` returns them.
+    """
     sinks = blocks.sink_tokens
     for seq in range(meta.num_seqs):
         first, last = int(meta.query_start_loc[seq]), int(meta.query_start_loc[seq + 1])
-        if first == last:
-            continue
         k, v, key_pos = read_sequence(blocks, meta, seq)
         length = int(meta.seq_lens[seq])
         query_pos = torch.arange(length - (last - first), length)[:, None]
         outside = key_pos < 0 if window_size is None else key_pos <= query_pos - window_size
         visible = (key_pos <= query_pos) & (~outside | ((key_pos < sinks) & keep_sinks))
+        probs = torch.zeros(q.shape[1], last - first, k.shape[1], dtype=torch.float64)
         for head in range(q.shape[1]):
-            kv_head = head * kv_heads // q.shape[1]
-            scores = q[first:last, head].double().cpu() @ k[kv_head].T * sm_scale
+            keys = k[head * k.shape[0] // q.shape[1]]
+            scores = q[first:last, head].double().cpu() @ keys.T * sm_scale
             if sink_q is not None:
-                capped = sink_q[first:last, head].double().cpu() @ k[kv_head].T * sm_scale
+                capped = sink_q[first:last, head].double().cpu() @ keys.T * sm_scale
                 scores = torch.where(outside & (key_pos < sinks), capped, scores)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -126,14 +168,9 @@ def paged_attention(
             if sink_logits is not None:
                 logit = sink_logits[head].double().cpu().expand(len(scores), 1)
                 scores = torch.cat([scores, logit], 1)
-            probs = torch.softmax(scores, -1).nan_to_num(0.0)  # a fully masked row gives 0
-            result = probs[:, : k.shape[1]] @ v[kv_head]
-            out[first:last, head] = (hadamard(result) if rotated_v else result).to(out)
-            if split_mass is not None:
-                for i in range(int(meta.split_starts[seq]), int(meta.split_starts[seq + 1])):
-                    chosen = _keys_of_split(meta, blocks, i, key_pos)
-                    split_mass[i, head] = probs[-1, : k.shape[1]][chosen].sum()
-    return out
+            shares = torch.softmax(scores, -1).nan_to_num(0.0)  # a fully masked row gives 0
+            probs[head] = shares[:, : k.shape[1]]
+        yield probs, v, key_pos
 
 
 def _keys_of_split(

@@ -198,12 +198,6 @@ def test_training_and_gradients_are_refused(ids):
         model(ids)
 
 
-def test_attention_weights_are_refused(ids):
-    model = omlx_cache.patch(tiny_model())
-    with pytest.raises(NotImplementedError, match="output_attentions"):
-        model(ids, output_attentions=True)
-
-
 def test_custom_masks_are_refused(ids):
     model = omlx_cache.patch(tiny_model())
     with pytest.raises(NotImplementedError, match="must be a 2-D tensor"):
