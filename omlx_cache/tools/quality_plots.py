@@ -127,7 +127,8 @@ def quality_page(data: dict, names: Sequence[str]) -> str:
                 "Quality against bytes",
                 paragraph(
                     "Lower and further left is better. Bytes are those of a 16-bit model, scales "
-                    "and free blocks included. Squares are transformers' own caches."
+                    "and free blocks included. Squares are transformers' own caches. A KL "
+                    f"divergence below {LEAST_KLD:g} is drawn there."
                 ),
                 svg(partial(paint_pareto, results=rows), "quality against bytes", 9.5, 4.2),
             ),
