@@ -57,7 +57,9 @@ def stored(model, ids):
 def weights(model, ids) -> list[torch.Tensor]:
     """Attention weights of the stock model, by layer: [heads, queries, keys]."""
     with torch.no_grad():
-        return [w[0] for w in model(ids, output_attentions=True).attentions]
+        found = [w[0] for w in model(ids, output_attentions=True).attentions]
+    assert len(found) == model.config.num_hidden_layers
+    return found
 
 
 def tensors_of(cache):
