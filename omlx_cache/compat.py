@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 try:  # configurations that hold values for each layer, since 5.24
     from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
@@ -28,6 +29,7 @@ __all__ = [
     "cache_name",
     "config_value",
     "mask_builders",
+    "maybe_install_capturing_hooks",
     "register_attention",
     "uses_attention_interface",
 ]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from omlx_cache.tools import analyzer_plots as plots
 from omlx_cache.tools.analyzer_text import TIERS, advice, meanings, short_report, size
+from omlx_cache.tools.output import write_text
 from omlx_cache.tools.page import cards, page, paragraph, preformatted, section, table
 from omlx_cache.tools.plots import svg
 
 
 def write_page(path: Path, data: dict) -> None:
     """Write the page of `analysis.analyze`'s data, with its ``names``, to ``path``."""
-    path.write_text(analyzer_page(data), encoding="utf-8")
+    write_text(path, analyzer_page(data))
 
 
 def analyzer_page(data: dict) -> str:

@@ -164,7 +164,9 @@ def advice(data: dict) -> list[str]:
     """Return the recommendation in a sentence, and as YAML."""
     chosen = data["recommendation"]["chosen"]
     bound = data["recommendation"]["max_kld"]
-    if chosen is None:
+    if not data["recommendation"]["tried"]:
+        sentence = "Recommendation: none; no change was tried. This configuration is"
+    elif chosen is None:
         sentence = (
             f"Recommendation: keep this configuration; no change that was tried saves memory with "
             f"a KL of at most {bound:g}"

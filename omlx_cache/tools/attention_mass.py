@@ -57,9 +57,9 @@ class MassTable:
         return self.kept_by_sinks() + np.sort(blocks, axis=1)[:, ::-1][:, :count].sum(1)
 
     def sparsity(self, mass: float) -> np.ndarray:
-        """Return the largest share of the cached tokens that get less than ``mass`` together.
+        """Return the share of the cached tokens that get less than ``mass`` together, [layers].
 
-        Whole blocks (and the sink page) are left out, the lightest for their size first; [layers].
+        Whole blocks (and the sink page) are counted, the lightest for their size first.
         """
         return np.array([self._sparsity(layer, mass) for layer in range(len(self.mass))])
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from omlx_cache.tools.errors import EXIT_WORDS, WrongSettingError, exit_codes, setting_errors
 from omlx_cache.tools.input_text import read_text, tokenize
 from omlx_cache.tools.loading import checked_device, hushed, load_model, load_tokenizer
+from omlx_cache.tools.output import write_text, write_whole
 from omlx_cache.tools.plots import require_matplotlib
 from omlx_cache.tools.progress import ConsoleProgress
 from omlx_cache.tools.quality_contenders import contenders
@@ -150,10 +151,11 @@ def quality(
         else:
             console.print(_table(results.data, names))
         if report is not None:
-            report.write_text(quality_page(results.data, names), encoding="utf-8")
+            write_text(report, quality_page(results.data, names))
             errors.print(f"report written to {report}", highlight=False)
         if plot is not None:
-            save_plot(plot, {n: results.data["results"][n] for n in names})
+            rows = {n: results.data["results"][n] for n in names}
+            write_whole(plot, lambda scratch: save_plot(scratch, rows))
             errors.print(f"plot written to {plot}", highlight=False)
 
 

@@ -92,13 +92,19 @@ def from_setting(text: str, name: str | None = None) -> Contender:
     Raises:
         WrongSettingError: the file or a value is wrong; ConfigError's own words.
     """
+    is_inline = _is_inline(text)
+    if not is_inline and not (text and Path(text).exists()):
+        raise WrongSettingError(
+            f"a setting must be a YAML file or key=value, got {text!r}, which is no file; write "
+            f"configs/chat.yaml or cache_bits=4"
+        )
     try:
-        if _is_inline(text):
+        if is_inline:
             config = omlx_cache.CacheConfig(**_inline(text))
         else:
             config = omlx_cache.CacheConfig.from_yaml(Path(text))
     except (ValueError, OSError, NotImplementedError) as error:
-        raise WrongSettingError(f"{text}: {error}") from error
+        raise WrongSettingError(f"{text}: {error}" if is_inline else str(error)) from error
     return Contender(name or text, config.to_dict(), False, _opener(config))
 
 

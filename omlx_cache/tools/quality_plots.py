@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,19 +67,30 @@ def paint_pareto(axes: Axes, results: Rows) -> None:
     }
     front = [place[name] for name in pareto(rows)]
     axes.plot(*zip(*front, strict=True), color=FRONT, ls="--", zorder=1, label="Pareto front")
+    numbers: dict[tuple[float, float], list[str]] = {}
     for number, (name, row) in enumerate(rows.items(), 1):
         color, marker = (PEER, "s") if row["is_peer"] else (OURS, "o")
         axes.scatter(*place[name], color=color, marker=marker, s=150, zorder=2)
-        axes.annotate(
-            str(number), place[name], ha="center", va="center", color="white", fontsize=8, zorder=3
-        )
+        numbers.setdefault(_rounded(place[name]), []).append(str(number))
         axes.plot([], [], color=color, marker=marker, ls="", label=f"{number}  {name}")
+    for name in rows:  # points in one place share a label
+        label = numbers.pop(_rounded(place[name]), None)
+        if label:
+            small = 8 if len(label) == 1 else 6
+            text = ",".join(label)
+            axes.annotate(
+                text, place[name], ha="center", va="center", color="white", fontsize=small, zorder=3
+            )
     axes.set_yscale("log")
     axes.margins(x=0.08, y=0.12)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.set_xlabel("bytes of the cache, of the unquantized one's")
     axes.set_ylabel("KL divergence, nats")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
+
+
+def _rounded(place: tuple[float, float]) -> tuple[float, float]:
+    return round(place[0], 2), round(log10(place[1]), 1)
 
 
 def paint_retrieval(axes: Axes, results: Rows) -> None:
@@ -93,6 +105,7 @@ def paint_retrieval(axes: Axes, results: Rows) -> None:
         axes.barh(centers, values, height, color=(OURS, "#7a5af8")[i], label=part)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(0, 1)
+    axes.set_ylim(-0.6, len(names) - 0.4)
     axes.grid(axis="y", visible=False)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.set_xlabel("tokens retrieved")
@@ -127,7 +140,8 @@ def quality_page(data: dict, names: Sequence[str]) -> str:
                 "Quality against bytes",
                 paragraph(
                     "Lower and further left is better. Bytes are those of a 16-bit model, scales "
-                    "and free blocks included. Squares are transformers' own caches."
+                    "and free blocks included. Squares are transformers' own caches. A KL "
+                    f"divergence below {LEAST_KLD:g} is drawn there."
                 ),
                 svg(partial(paint_pareto, results=rows), "quality against bytes", 9.5, 4.2),
             ),

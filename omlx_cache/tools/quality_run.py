@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from omlx_cache.tools.divergence import compare
 from omlx_cache.tools.errors import WrongSettingError
 from omlx_cache.tools.machine import machine, versions
+from omlx_cache.tools.output import write_text
 from omlx_cache.tools.progress import Progress, silent
 from omlx_cache.tools.quality_contenders import Contender, reference
 from omlx_cache.tools.quality_tasks import Task
@@ -66,9 +66,7 @@ class Results:
             **row,
         }
         if self._path is not None:
-            scratch = self._path.with_name(f"{self._path.name}.tmp-{os.getpid()}")
-            scratch.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-            os.replace(scratch, self._path)
+            write_text(self._path, json.dumps(self.data, indent=1) + "\n")
 
 
 def measure_all(

@@ -36,6 +36,16 @@ def test_patch_returns_the_model_and_routes_attention(ids, monkeypatch):
     assert len(calls) == 2 * model.config.num_hidden_layers  # two chunks
 
 
+def test_attentions_can_be_asked_for_after_hidden_states_were_while_patched(ids):
+    model = tiny_model()
+    with torch.no_grad():
+        with omlx_cache.patched(model):
+            hidden = model(ids, output_hidden_states=True).hidden_states
+        attentions = model(ids, output_attentions=True).attentions
+    layers = model.config.num_hidden_layers
+    assert (len(hidden), len(attentions)) == (layers + 1, layers)
+
+
 def test_unpatch_restores_outputs_bit_for_bit(ids):
     model = tiny_model()
     attention = model.model.layers[0].self_attn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def stored(model, ids):
 def weights(model, ids) -> list[torch.Tensor]:
     """Attention weights of the stock model, by layer: [heads, queries, keys]."""
     with torch.no_grad():
-        return [w[0] for w in model(ids, output_attentions=True).attentions]
+        found = [w[0] for w in model(ids, output_attentions=True).attentions]
+    assert len(found) == model.config.num_hidden_layers
+    return found
 
 
 def tensors_of(cache):
@@ -145,7 +148,6 @@ def test_sparsity_of_the_unquantized_cache(model, ids, weights):
 
 
 def test_sparsity_by_hand():
-    # The half block holds few tokens: for its size it is the heaviest of the light ones.
     table = MassTable(
         [SINKS, 4, 68, 132],
         np.array([4, 64, 64, 32]),
@@ -156,6 +158,9 @@ def test_sparsity_by_hand():
     assert table.sparsity(0.05).tolist() == [64 / 164]
     assert table.sparsity(0.07).tolist() == [128 / 164]
     assert table.sparsity(0.01).tolist() == [0.0]
+    # The half block weighs less than the second, but more for its size.
+    half = replace(table, mass=np.array([[0.5, 0.43, 0.04, 0.03]]))
+    assert half.sparsity(0.05).tolist() == [64 / 164]
     assert table.kept_by_newest(96).tolist() == pytest.approx([0.5 + 0.04 + 0.44])
     assert table.kept_by_newest(95).tolist() == pytest.approx([0.5 + 0.44])
 

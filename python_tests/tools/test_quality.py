@@ -16,6 +16,7 @@ from omlx_cache.compat import cache_name
 from omlx_cache.tools import quality_run
 from omlx_cache.tools.errors import WrongSettingError
 from omlx_cache.tools.loading import load_model
+from omlx_cache.tools.output import write_whole
 from omlx_cache.tools.quality import app
 from omlx_cache.tools.quality_contenders import contenders, from_setting, peers, reference
 from omlx_cache.tools.quality_plots import quality_page
@@ -260,7 +261,8 @@ def test_the_command(tiny, tmp_path):
         (["cache_bits={k: 8"], "the value of cache_bits must be YAML"),
         (["cache_bits=8 cache_bits=4"], "cache_bits is given twice"),
         (["cache_bits=8", "cache_bits=8"], "is given twice; keep one"),
-        (["no-such.yaml"], "no-such.yaml"),
+        (["no-such.yaml"], "got 'no-such.yaml', which is no file"),
+        ([""], "got '', which is no file"),
         (["--scored", "300"], "must be less than the text's 300 tokens"),
         (["--plot", "out.gif"], "--plot must end in .svg, .png, .pdf"),
         (["--results", "/no/such/place/out.json"], "a directory that exists"),
@@ -283,6 +285,20 @@ def test_a_file_of_something_else_is_not_overwritten(tiny, tmp_path):
         assert result.exit_code == 2, result.output
         assert "must hold results of this tool" in result.stderr
         assert path.read_text() == content
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_says_so(tmp_path):
+    def fill(scratch: Path) -> None:
+        scratch.write_text("half of it")
+        Path("/dev/full").write_text("x")
+
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    with pytest.raises(WrongSettingError, match=r"out.json can't be written \(no space left"):
+        write_whole(path, fill)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_help_shows_examples():
