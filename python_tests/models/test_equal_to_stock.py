@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tiny import FAMILIES, greedy, left_padded, random_ids, tiny_model
@@ -19,10 +21,14 @@ def test_greedy_text_and_logits(family):
     text = greedy(model, inputs, 40)
     with torch.no_grad():
         logits = model(**inputs).logits
+        exact = copy.deepcopy(model).double()(**inputs).logits
     omlx_cache.patch(model, **EXACT)
     assert torch.equal(greedy(model, inputs, 40), text)
     with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, logits, rtol=1e-4, atol=1e-4)
+        error = (model(**inputs).logits - exact).abs().max()
+    # Keys with a large bias cost the stock model digits too.
+    allowed = 2 * (logits - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert error <= allowed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
