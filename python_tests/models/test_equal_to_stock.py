@@ -21,7 +21,9 @@ def test_greedy_text_and_logits(family):
     text = greedy(model, inputs, 40)
     with torch.no_grad():
         logits = model(**inputs).logits
-        exact = copy.deepcopy(model).double()(**inputs).logits
+        double = copy.deepcopy(model).double()
+        double.config._experts_implementation = "eager"  # torch's grouped matmul has no float64
+        exact = double(**inputs).logits
     omlx_cache.patch(model, **EXACT)
     assert torch.equal(greedy(model, inputs, 40), text)
     with torch.no_grad():
