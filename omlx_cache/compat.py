@@ -28,9 +28,10 @@ __all__ = [
     "PretrainedConfig",
     "cache_name",
     "config_value",
+    "install_capturing_hooks",
     "mask_builders",
-    "maybe_install_capturing_hooks",
     "register_attention",
+    "remove_capturing_hooks",
     "uses_attention_interface",
 ]
 
@@ -102,3 +103,26 @@ def _names_in(code: CodeType | None) -> set[str]:
         return set()
     nested = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*nested)
+
+
+def install_capturing_hooks(decoder: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Let transformers hook the modules whose outputs it may be asked for, if it hasn't yet.
+
+    It does so once, when outputs are first asked for. Were that while other modules stand where its
+    attention modules stood, ``output_attentions`` would be empty ever after.
+
+    Returns:
+        (module, id of the hook) of the hooks that are new.
+    """
+    before = {module: set(module._forward_hooks) for module in decoder.modules()}
+    maybe_install_capturing_hooks(decoder)
+    return [(m, i) for m, ids in before.items() for i in m._forward_hooks if i not in ids]
+
+
+def remove_capturing_hooks(decoder: nn.Module, hooks: list[tuple[nn.Module, int]]) -> None:
+    """Remove what `install_capturing_hooks` added."""
+    for module, number in hooks:
+        module._forward_hooks.pop(number, None)
+    if hooks:
+        for module in decoder.modules():
+            module.__dict__.pop("_output_capturing_hooks_installed", None)

@@ -29,6 +29,7 @@ class PatchState:
         config: configuration of the caches that the model builds from now on.
         spec: what was read from the model.
         configs: (module, the configuration object that it read before).
+        hooks: (module, number) of the forward hooks that were added.
         methods: (module, method name, the instance attribute before or None) replaced.
         last_cache: the cache that the model used last, while it lives.
         last_report: that cache's last snapshot, which outlives it.
@@ -37,6 +38,7 @@ class PatchState:
     config: CacheConfig
     spec: ModelSpec
     configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    hooks: list[tuple[nn.Module, int]] = field(default_factory=list)
     methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     last_cache: weakref.ref[PagedCache] | None = None
     last_report: CacheReport | None = None
@@ -68,6 +70,7 @@ class PatchState:
         copied = memo[id(self)] = PatchState(self.config, None)  # the modules refer back to it
         copied.spec = copy.deepcopy(self.spec, memo)
         copied.configs = copy.deepcopy(self.configs, memo)
+        copied.hooks = copy.deepcopy(self.hooks, memo)
         copied.methods = copy.deepcopy(self.methods, memo)
         return copied
 
@@ -83,8 +86,10 @@ def attached_state(module: nn.Module) -> PatchState | None:
 
 
 def attach_state(module: nn.Module, state: PatchState) -> None:
-    """Attach ``state`` to a module."""
-    module.__dict__[_ATTRIBUTE] = state
+    """Attach ``state`` to a module, in front: pickling meets what refuses it before all else."""
+    others = {k: v for k, v in module.__dict__.items() if k != _ATTRIBUTE}
+    module.__dict__.clear()
+    module.__dict__.update({_ATTRIBUTE: state, **others})
 
 
 def detach_state(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
 from omlx_cache.cache import PagedCache
 from omlx_cache.cache_report import CacheReport
-from omlx_cache.compat import maybe_install_capturing_hooks
+from omlx_cache.compat import install_capturing_hooks, remove_capturing_hooks
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder, run_traced_decoder
 from omlx_cache.generation import run_generate
@@ -68,9 +68,7 @@ def patch(
     state = PatchState(cache_config, inspect_model(inner))
     PagedCache.for_patch(state)
     register()
-    # transformers hooks its own attention modules once, when outputs are first asked for. Were that
-    # while ours stand there, output_attentions would be empty ever after.
-    maybe_install_capturing_hooks(state.spec.decoder)
+    state.hooks = install_capturing_hooks(state.spec.decoder)
     for site in state.spec.sites:
         setattr(site.parent, site.name, PagedAttention(site.module))
     _give_own_configs(state)
@@ -92,6 +90,7 @@ def unpatch(model: Model) -> Model:
         return model
     for site in state.spec.sites:
         setattr(site.parent, site.name, getattr(site.parent, site.name).hand_back())
+    remove_capturing_hooks(state.spec.decoder, state.hooks)
     for module, config in state.configs:
         module.config = config
     for module, name, before in state.methods:

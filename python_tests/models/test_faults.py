@@ -189,6 +189,13 @@ def test_pickling_a_patched_model_says_what_to_do():
         pickle.dumps(model)
 
 
+def test_an_unpatched_model_can_be_pickled_again():
+    model, ids = tiny_model(), random_ids(1, 20)
+    again = pickle.loads(pickle.dumps(omlx_cache.unpatch(omlx_cache.patch(model))))
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_a_cache_with_other_windows_is_refused():
     llama, mistral = omlx_cache.patch(tiny_model()), omlx_cache.patch(tiny_model("mistral-window"))
     with pytest.raises(ValueError, match="with other windows"):
