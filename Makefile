@@ -28,12 +28,14 @@ demo: $(VENV)/.ready  ## chat with a small real model, stock and patched, and co
 	$(say) "demo"
 	$(BIN)/python -m omlx_cache.tools.demo $(DEMO_ARGS)
 
-# Triton decides between its interpreter and its compiler once per process, so the tests are two processes.
+# Triton decides between its interpreter and its compiler once per process, so the tests are two runs. Up to four
+# tests run at once, each on one thread: several pools of threads on the same cores only wait for each other.
 test: $(VENV)/.ready  ## run every test: kernels interpreted on the CPU, then those that compile
 	$(say) "tests (1/2): everything but the tests that compile, Triton interpreted on the CPU"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix" \
+	  -n auto --maxprocesses 4 --dist worksteal
 	$(say) "tests (2/2): tests that compile for GPU architectures (no GPU needed)"
-	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot
+	OMP_NUM_THREADS=1 env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot -n auto --maxprocesses 4 --dist worksteal
 
 # junit_family: the newer one has no room for the properties that name a cell.
 modes: $(VENV)/.ready  ## try every way of generating text on every family; write docs/generation.md

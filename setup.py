@@ -64,6 +64,6 @@ setup(
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
-        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "hypothesis", "ruff"],
+        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
     },
 )

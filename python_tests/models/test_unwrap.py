@@ -48,6 +48,9 @@ class QuantizeConfig:
     def __init__(self, bits):
         self.bits = bits
 
+    def __repr__(self) -> str:  # part of a test's name, which must not change
+        return f"QuantizeConfig({self.bits})"
+
 
 GPTQModel = stand_in("BaseQModel", "gptqmodel.models.base", "LlamaQModel", "model")
 OldGPTQModel = stand_in("BaseGPTQModel", "gptqmodel.models.base", "LlamaGPTQ", "model")
