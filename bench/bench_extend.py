@@ -1,4 +1,4 @@
-"""Extend: a prefill chunk of 512 queries on a history of 7,680 tokens, against torch's SDPA in bf16.
+"""Extend: a prefill chunk of 512 queries on 7,680 tokens of history, against torch's SDPA in bf16.
 
 One group per shape holds torch's SDPA in bf16 on an unquantized contiguous cache (mask given; with
 the query heads of a group as extra rows, and with ``enable_gqa``: the faster of the two is the
