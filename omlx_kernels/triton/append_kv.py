@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from omlx_kernels import tuned
 from omlx_kernels.launch import append_config
 from omlx_kernels.layout import TierBlocks
 from omlx_kernels.triton.common import block_d, narrow
@@ -70,7 +71,7 @@ def append_kv(
     """Write each token's key and value into its slot; see `omlx_kernels.ops.append_kv`."""
     tokens, heads, dim = k.shape
     tile_d = block_d(dim)
-    config = append_config(heads, tile_d)
+    config = tuned.lookup("append", k.device, heads, tile_d) or append_config(heads, tile_d)
     grid = (tokens, triton.cdiv(heads, config.block_m))
     with torch.cuda.device_of(k):
         _append_kv_kernel[grid](

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from omlx_kernels import tuned
 from omlx_kernels.launch import convert_config
 from omlx_kernels.layout import QUANT_GROUP, Tier, TierBlocks
 from omlx_kernels.quantization import FLOAT16_MAX, RANGE_SLACK, SMALLEST_NORMAL, TINY
@@ -204,6 +205,7 @@ def convert_blocks(
     """Convert the listed blocks; see `omlx_kernels.ops.convert_blocks`."""
     _, heads, size, dim = src.k.shape
     tile_d = block_d(dim)
+    config = tuned.lookup("convert", src.k.device, tile_d) or convert_config(tile_d)
     src_bits = src_tier.bits or (16, 16)
     with torch.cuda.device_of(src.k):
         _convert_blocks_kernel[(src_ids.shape[0], heads, size // QUANT_GROUP)](
@@ -219,6 +221,6 @@ def convert_blocks(
             GROUPS=size // QUANT_GROUP,
             HEAD_DIM=dim,
             BLOCK_H=tile_d // 2,
-            num_warps=convert_config(tile_d).num_warps,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from omlx_kernels import tuned
 from omlx_kernels.launch import decode_config
 from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
@@ -241,7 +242,8 @@ def paged_decode(
     kv_heads = blocks.hot.k.shape[1]
     group = q_heads // kv_heads
     tile_d = block_d(dim)
-    config = decode_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], group)
+    key = tile_d, DTYPE_NAMES[q.dtype], group
+    config = tuned.lookup("decode", q.device, *key) or decode_config(current_target(), *key)
     sink_q = sink_q if keep_sinks and window_size is not None else None
     num_splits = meta.splits.shape[0]
     out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from omlx_kernels import tuned
 from omlx_kernels.launch import extend_config
 from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
@@ -246,8 +247,10 @@ def paged_extend(
     kv_heads = blocks.hot.k.shape[1]
     group = q_heads // kv_heads
     tile_d = block_d(dim)
-    rows = group * meta.max_query_len
-    config = extend_config(current_target(), tile_d, DTYPE_NAMES[q.dtype], rows, dim < tile_d)
+    key = tile_d, DTYPE_NAMES[q.dtype], group * meta.max_query_len
+    # Tuned on whole tiles: the masks of a padded head_dim take registers, and could make it spill.
+    config = tuned.lookup("extend", q.device, *key) if dim == tile_d else None
+    config = config or extend_config(current_target(), *key, padded=dim < tile_d)
     sink_q = sink_q if keep_sinks and window_size is not None else None
     head_tiles = triton.cdiv(group, config.block_m)
     heads = triton.cdiv(group, head_tiles)
