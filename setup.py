@@ -42,7 +42,12 @@ setup(
     **NATIVE["setup_arguments"](),
     packages=find_packages(include=["omlx_kernels*", "omlx_cache*"]),
     package_data={
-        "omlx_kernels": ["py.typed", "tuned_configs/*", "native/src/*"],
+        "omlx_kernels": [
+            "py.typed",
+            "tuned_configs/*.json",
+            "tuned_configs/README.md",
+            "native/src/*",
+        ],
         "omlx_cache": ["py.typed", "**/*.json", "**/*.yaml"],
     },
     install_requires=[

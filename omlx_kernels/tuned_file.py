@@ -1,4 +1,4 @@
-"""The file of tiles that were tuned on one GPU model: its format, and every check that it must pass.
+"""The file of tiles that were tuned on one GPU model: its format, and every check it must pass.
 
 Whatever is not understood is refused, naming file and field. A tile decides only how a kernel is
 compiled, and the values allowed here keep it so: a bad one is slow, or does not compile or launch,
@@ -111,8 +111,7 @@ def config_fields(op: str) -> list[str]:
 
 def tile_of(op: str, config: dict[str, int | None]) -> TileConfig:
     """Return the tile with these fields, and the op's fixed values for the others."""
-    known = {f.name for f in fields(TileConfig)}
-    return TileConfig(**{name: v for name, v in FIXED[op].items() if name in known} | config)
+    return TileConfig(**FIXED[op] | config)
 
 
 def load(path: Path) -> Tuned:
