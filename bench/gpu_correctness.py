@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path[:0] = [
-    str(Path(__file__).parents[1]),
-    str(Path(__file__).parents[1] / "python_tests" / "kernels"),
-]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "python_tests" / "kernels"))
 
 import torch
 from strategies import Case, make_case, poison

@@ -1,4 +1,4 @@
-"""ABLATION, not part of the package: decode over keys that are 8-bit per *token*, as vLLM stores them.
+"""ABLATION, not part of the package: decode over 8-bit keys with a scale per *token*, as in vLLM.
 
 One scale a (head, token) for keys as for values, symmetric, where this project scales keys per
 channel. Everything else is the package's own decode kernel (the loads, the dots, the merge, the
@@ -22,8 +22,13 @@ from omlx_cache.tables import send
 from omlx_kernels.launch import decode_config
 from omlx_kernels.layout import QUANT_GROUP
 from omlx_kernels.triton.codes import assemble, load_v8, planes_of
-from omlx_kernels.triton.common import current_target, mask_scores, narrow, online_softmax
-from omlx_kernels.triton.common import rough_log2
+from omlx_kernels.triton.common import (
+    current_target,
+    mask_scores,
+    narrow,
+    online_softmax,
+    rough_log2,
+)
 from omlx_kernels.triton.decode import _merge_splits_kernel
 from omlx_kernels.triton.quantized import _add_planes, _dot_planes
 

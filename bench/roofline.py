@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import typer
 from measuring import copy_gb_per_s, median_ms
-from problems import MIXES, MODELS, Attention, Shape, Step
+from problems import MIXES, Attention, Shape, Step
 from rich.console import Console
 from rich.table import Table
 
@@ -137,7 +137,7 @@ def main(
     tokens: list[int] = typer.Option([1024, 8192, 32768, 131072], help="lengths of a sequence"),
     batch: list[int] = typer.Option([1, 8], help="sequences"),
     mix: list[str] = typer.Option(list(MIXES), help="tiers of the old blocks"),
-    shape: list[str] = typer.Option([str(s) for s in MODELS.values()], help="q/kv heads/head_dim"),
+    shape: list[str] = typer.Option(["32/32/128", "32/8/128"], help="q/kv heads/head_dim"),
     window: int = typer.Option(None, help="keys that a query sees"),
     dtype: str = typer.Option("bfloat16", help="of the model"),
     num_sms: int = typer.Option(82, help="multiprocessors, which the splits are cut for"),

@@ -116,9 +116,9 @@ def objections(reports: list[Report], op: str) -> list[str]:
             found.append(f"{report.shared / 1024:.0f} KiB of shared memory, {limit} allowed")
         # float32 runs without tensor cores, and AMD's code has no such instruction to count.
         is_cuda = isinstance(report.arch, int)
-        if op in ("decode", "extend") and is_cuda and report.tensor_core:
-            if not report.async_copies.get(128):
-                found.append("no 128-bit asynchronous copies")
+        has_dots = op in ("decode", "extend") and is_cuda and report.tensor_core
+        if has_dots and not report.async_copies.get(128):
+            found.append("no 128-bit asynchronous copies")
     return list(dict.fromkeys(found))
 
 
@@ -126,7 +126,8 @@ class Finished:
     """Results of candidates, kept in a file of JSON lines while they come in.
 
     Lines that were written with other versions or at another commit are no results: they are
-    ignored, and tried again.
+    ignored, and tried again. So are all lines where files differ from the commit ("+"): nobody
+    knows what they were measured with.
 
     Args:
         path: the file; made on the first result.
@@ -141,7 +142,8 @@ class Finished:
                 result = json.loads(line)
             except ValueError:  # the line that an interrupt cut off
                 continue
-            if result.pop("made_with") == made_with:
+            same = result.pop("made_with") == made_with and not made_with["commit"].endswith("+")
+            if same:
                 self._lines[result.pop("candidate")] = result
 
     @staticmethod
@@ -177,7 +179,7 @@ def best(job: Job, target: Target, finished: Finished) -> tuple[TileConfig, floa
 
 
 def entries(
-    tuned_jobs: list[Job], target: Target, finished: Finished, workload: str
+    tuned_jobs: list[Job], target: Target, finished: Finished, workloads: dict[str, str]
 ) -> Iterator[dict]:
     """Yield the entries of the jobs that have a best tile."""
     for job in tuned_jobs:
@@ -188,7 +190,11 @@ def entries(
                 "op": job.op,
                 "key": dict(zip(KEYS[job.op], job.key, strict=True)),
                 "config": {name: getattr(config, name) for name in names},
-                "measured": {"ms": ms, "default_ms": default_ms, "workload": workload},
+                "measured": {
+                    "ms": ms,
+                    "default_ms": default_ms,
+                    "workload": workloads[job.op],
+                },
             }
 
 
