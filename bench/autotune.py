@@ -6,7 +6,7 @@
 
 Every job's default comes first, then the nearest tile of each job, and so on: whenever the budget
 runs out, all jobs have been tried alike. Results are kept as they come in, in
-``build/autotune``; the same command goes on from there, as long as versions and commit stay the same.
+``build/autotune``; the same command goes on from there while versions and commit stay the same.
 The tuned file holds every job whose default was timed; what other code measured is replaced.
 """
 

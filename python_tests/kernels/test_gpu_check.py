@@ -1,4 +1,4 @@
-"""The GPU script runs to its end, times nothing that is wrong, and says why it leaves things out."""
+"""The GPU script runs to its end, times nothing that is wrong, and says what it leaves out."""
 
 from __future__ import annotations
 

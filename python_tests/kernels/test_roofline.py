@@ -1,4 +1,4 @@
-"""The bytes of a decode step: counted by hand for a small one, and close to the floor for long ones."""
+"""The bytes of a decode step: counted by hand for a small one, near the floor for long ones."""
 
 from __future__ import annotations
 
