@@ -8,7 +8,7 @@ that the tensors behind a space can be as small as what they hold.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from omlx_kernels.errors import OutOfBlocksError
 
@@ -34,6 +34,10 @@ class _Space:
 class BlockAllocator:
     """Reference-counted block ids in several spaces under one budget.
 
+    Attributes:
+        reclaim: asked for a number of blocks when too few are free, so that it can release some
+            that nobody needs; None: nobody to ask.
+
     Args:
         spaces: the names of the id spaces.
         max_blocks: how many blocks may be in use over all spaces; None is no bound. The two ids
@@ -51,6 +55,7 @@ class BlockAllocator:
 
     def __init__(self, spaces: Iterable[Hashable], max_blocks: int | None = None) -> None:
         self.max_blocks = max_blocks
+        self.reclaim: Callable[[int], None] | None = None
         self._spaces = {space: _Space() for space in spaces}
         # (space, new id) -> (space, old id) of the blocks that hold two ids for one content
         self._replacing: dict[tuple[Hashable, int], tuple[Hashable, int]] = {}
@@ -78,12 +83,15 @@ class BlockAllocator:
         return self._spaces[space].refs.get(block, 0)
 
     def require(self, count: int) -> None:
-        """Check that ``count`` more blocks may be taken.
+        """Check that ``count`` more blocks may be taken, after `reclaim` where it is set.
 
         Raises:
-            OutOfBlocksError: when they may not; nothing changes either way.
+            OutOfBlocksError: when they may not; no block in need changes either way.
         """
         free = self.num_free
+        if self.reclaim is not None and free is not None and count > free:
+            self.reclaim(count - free)
+            free = self.num_free
         if free is not None and count > free:
             raise OutOfBlocksError(count, free, self.max_blocks)
 

@@ -2,7 +2,7 @@
 
 Hugging Face's ``get_seq_length()`` counts *columns* of the padded batch; the kernels' ``seq_lens``
 count a row's real tokens. This file is where the two meet: `PagedCache` keeps which columns of
-each row were real, and hands only those to the layer groups.
+each row were real (`Columns`), and hands only those to the layer groups.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from omlx_cache.block_arena import BlockArena
 from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.cache_report import CacheReport, report_of
+from omlx_cache.columns import Columns
 from omlx_cache.compat import Cache
 from omlx_cache.compiled import new_handle
 from omlx_cache.config import CacheConfig
@@ -30,10 +32,17 @@ from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.policy.choice import kept_layers, policy_of
 from omlx_cache.sequences import Geometry, Sequence
+from omlx_cache.step_lock import StepLock
 from omlx_cache.storage.saved_cache import SavedCache, save_cache
 from omlx_kernels.layout import BlockFormat
 
-_UNQUANTIZED = {"cache_bits": 16, "tiers": None, "target_saving": None, "max_gpu_blocks": None}
+_UNQUANTIZED = {
+    "cache_bits": 16,
+    "tiers": None,
+    "target_saving": None,
+    "max_gpu_blocks": None,
+    "prefix_cache": False,
+}
 
 
 class PagedCache(Cache):
@@ -73,10 +82,13 @@ class PagedCache(Cache):
         self._state = weakref.ref(state)
         self.config = state.config.model_copy(update=overrides)
         self.windows = state.spec.windows
-        self.meter = MemoryMeter()
+        self._store = state.prefix_store() if self.config.prefix_cache else None
+        self._lock = StepLock() if self._store is None else self._store.lock
+        self.meter = MemoryMeter() if self._store is None else self._store.meter
         self.groups: list[LayerGroup] = []
-        self._valid: np.ndarray | None = None  # [rows, columns] bool; None while all are real
-        self._step_columns: np.ndarray | None = None  # of the step in progress
+        self.reused_tokens = 0
+        self._columns = Columns()
+        self._step: tuple[np.ndarray, torch.Tensor | None] | None = None  # columns and their ids
         self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
         self._traced_by: int | None = None  # the thread whose compiled graph runs the step
         self.handle = new_handle(self)
@@ -98,14 +110,24 @@ class PagedCache(Cache):
             key = geometry, keep_sinks, policy
             if key not in groups:
                 groups[key] = LayerGroup(
-                    geometry,
-                    keep_sinks=keep_sinks,
-                    policy=policy,
-                    max_blocks=self.config.max_gpu_blocks,
+                    geometry, keep_sinks=keep_sinks, policy=policy, arena=self._arena(key)
                 )
             layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
         self.groups += groups.values()
         super().__init__(layers=layers)
+        self._release_when_gone()
+
+    def _release_when_gone(self) -> None:
+        """Give back what the cache holds of the store's blocks when the cache is collected."""
+        if self._store is not None:
+            goodbye = weakref.finalize(self, self._store.abandon, tuple(self.groups))
+            goodbye.atexit = False
+
+    def _arena(self, key: Hashable) -> BlockArena:
+        if self._store is None:
+            return BlockArena(self.config.max_gpu_blocks)
+        with self._lock:
+            return self._store.arena(key)
 
     def valid_columns(
         self, attention_mask: torch.Tensor | None, batch_size: int, columns: int
@@ -121,6 +143,7 @@ class PagedCache(Cache):
                 when the mask disagrees with what was stored about the columns before.
             NotImplementedError: for a mask that isn't 2-D.
         """
+        self._widen(batch_size)
         rows = self.groups[0].rows
         past = self.get_seq_length()
         if rows and len(rows) != batch_size:
@@ -158,7 +181,9 @@ class PagedCache(Cache):
         That is how the padding of a row that ended early looks in the next turn: it was stored as
         it was generated, and only the next mask tells that it was padding.
         """
-        stored = np.ones_like(mask) if self._valid is None else self._valid
+        stored = self._columns.stored(*mask.shape)
+        if self._columns.ended is not None:
+            mask = np.where(self._columns.ended[:, None], stored, mask)
         hidden = stored & ~mask
         last_kept = mask.shape[1] - (stored & mask)[:, ::-1].argmax(1)
         in_the_middle = hidden & (np.arange(mask.shape[1]) < last_kept[:, None] - 1)
@@ -170,7 +195,13 @@ class PagedCache(Cache):
             )
         if hidden.any():
             self._crop_rows(hidden.sum(1).tolist())
-            self._valid = stored & mask
+            self._columns.valid = stored & mask
+
+    def _widen(self, batch_size: int) -> None:
+        """Repeat rows that come from the store, where generate repeats its prompts."""
+        rows = len(self.groups[0].rows)
+        if self._columns.is_fresh and rows and rows < batch_size and not batch_size % rows:
+            self.batch_repeat_interleave(batch_size // rows)
 
     def require(self, valid: np.ndarray, chunk: int) -> None:
         """Check that the columns ``valid`` will find blocks when they come ``chunk`` at a time.
@@ -178,21 +209,24 @@ class PagedCache(Cache):
         Raises:
             OutOfBlocksError: when they will not; nothing is changed.
         """
-        self.drop_dead_step()
-        self._ensure_rows(valid.shape[0])
         starts = range(0, valid.shape[1], chunk)
-        steps = [valid[:, i : i + chunk].sum(1).tolist() for i in starts]
-        for group in self.groups:
-            group.require(steps)
+        with self._lock.alone(self):
+            self._ensure_rows(valid.shape[0])
+            valid = self._columns.to_compute(valid)
+            steps = [valid[:, i : i + chunk].sum(1).tolist() for i in starts]
+            for group in self.groups:
+                group.require(steps)
 
     @contextmanager
-    def step(self, valid: np.ndarray) -> Iterator[None]:
+    def step(self, valid: np.ndarray, ids: torch.Tensor | None = None) -> Iterator[None]:
         """Run one forward pass of the model over the columns ``valid``, [rows, columns] bool.
+
+        ``ids`` are their token ids, where they are known.
 
         Everything that the pass stores becomes part of the cache when the block ends, and nothing
         of it when the block raises.
         """
-        self.begin_step(valid)
+        self.begin_step(valid, ids)
         try:
             yield
         except BaseException:
@@ -200,11 +234,16 @@ class PagedCache(Cache):
             raise
         self.end_step()
 
-    def begin_step(self, valid: np.ndarray, *, traced: bool = False) -> None:
+    def begin_step(
+        self, valid: np.ndarray, ids: torch.Tensor | None = None, *, traced: bool = False
+    ) -> None:
         """Plan a step and begin it; `end_step` ends it.
+
+        With ``prefix_cache`` it waits for the step of any other cache of the model.
 
         Args:
             valid: [rows, columns] bool, which columns of the step are real tokens.
+            ids: [rows, columns], their token ids; None where they aren't known.
             traced: whether the step runs inside a compiled graph, where nobody can catch an
                 error: it is then undone when its thread uses the cache next.
         """
@@ -214,16 +253,18 @@ class PagedCache(Cache):
                 "PagedCache: a cache must be used by one call at a time, got a second one while a "
                 "step is running; give each thread its own omlx_cache.PagedCache(model)"
             )
-        self._ensure_rows(valid.shape[0])
-        new_tokens = valid.sum(1).tolist()
-        padding = None if valid.all() else valid
+        self._lock.begin_turn(self)
         try:
+            self._ensure_rows(valid.shape[0])
+            todo = self._columns.to_compute(valid)
+            new_tokens = todo.sum(1).tolist()
+            padding = None if todo.all() else todo
             for group in self.groups:
                 group.begin(new_tokens, padding)
         except BaseException:
             self._roll_back()
             raise
-        self._step_columns = valid
+        self._step = valid, ids
         self._traced_by = get_ident() if traced else None
 
     @contextmanager
@@ -238,16 +279,20 @@ class PagedCache(Cache):
 
     def columns_in_step(self) -> np.ndarray:
         """Return which columns are real, [rows, past + columns], those of the step included."""
-        new, past = self._step_columns, self.get_seq_length()
-        stored = np.ones((new.shape[0], past), bool) if self._valid is None else self._valid
-        return np.concatenate([stored, new], 1)
+        new, _ = self._step
+        return np.concatenate([self._columns.stored(new.shape[0], self.get_seq_length()), new], 1)
 
     def end_step(self) -> None:
         """Make what the step in progress stored part of the cache."""
         for group in self.groups:
             group.commit()
-        self._add_columns(self._step_columns)
-        self._traced_by = None
+        valid, ids = self._step
+        past = self.get_seq_length()
+        self._columns.add(valid, past, ids)
+        self._set_columns(past + valid.shape[1])
+        if valid.shape[1] > 1:  # a prompt: others may begin with it from now on
+            self._keep(partial=False)
+        self._end_turn()
 
     def drop_dead_step(self) -> None:
         """Undo the step that a compiled graph of this thread began and, failing, never ended."""
@@ -258,7 +303,11 @@ class PagedCache(Cache):
         for group in self.groups:
             if group.step is not None:
                 group.rollback()
-        self._traced_by = None
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._traced_by = self._step = None
+        self._lock.end_turn(self)
 
     def _is_in_step(self) -> bool:
         return any(group.step is not None for group in self.groups)
@@ -268,13 +317,16 @@ class PagedCache(Cache):
             if not group.rows:
                 group.rows = [Sequence() for _ in range(batch_size)]
 
-    def _add_columns(self, valid: np.ndarray) -> None:
-        past = self.get_seq_length()
-        if self._valid is None and not valid.all():
-            self._valid = np.ones((valid.shape[0], past), bool)
-        if self._valid is not None:
-            self._valid = np.concatenate([self._valid, valid], 1)
-        self._set_columns(past + valid.shape[1])
+    @property
+    def valid(self) -> np.ndarray | None:
+        """Which columns hold a token of their row, [rows, columns] bool; None while all do."""
+        return self._columns.valid
+
+    def restore_columns(self, columns: int, valid: np.ndarray | None) -> None:
+        """Say what the columns of rows that were put back are; see `valid`."""
+        self._columns = Columns()
+        self._columns.valid = valid
+        self._set_columns(columns)
 
     def _set_columns(self, columns: int) -> None:
         for layer in self.layers:
@@ -282,10 +334,10 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forget every sequence and give the memory back; the peak stays on record."""
-        self.drop_dead_step()
-        for group in self.groups:
-            group.clear()
-        self._valid = None
+        with self._lock.alone(self):
+            for group in self.groups:
+                group.clear()
+        self._columns = Columns()
         self._set_columns(0)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -313,10 +365,10 @@ class PagedCache(Cache):
         rows = len(self.groups[0].rows)
         kept = columns - count
         removed = [count] * rows
-        if self._valid is not None:
-            removed = self._valid[:, kept:].sum(1).tolist()
+        if self._columns.valid is not None:
+            removed = self._columns.valid[:, kept:].sum(1).tolist()
         self._crop_rows(removed)
-        self._valid = None if self._valid is None else self._valid[:, :kept]
+        self._columns.crop(kept)
         self._set_columns(kept)
 
     def activate_past_recording(self) -> None:
@@ -338,11 +390,11 @@ class PagedCache(Cache):
 
     def _crop_rows(self, removed: list[int]) -> None:
         """Remove the last tokens of each row, or raise before anything is changed."""
-        self.drop_dead_step()
-        for group in self.groups:
-            group.check_crop(removed)
-        for group in self.groups:
-            group.crop(removed)
+        with self._lock.alone(self):
+            for group in self.groups:
+                group.check_crop(removed)
+            for group in self.groups:
+                group.crop(removed)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give row ``i`` what row ``beam_idx[i]`` held: block tables move, blocks don't."""
@@ -355,7 +407,6 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (a row may come several times, and then shares its blocks)."""
-        self.drop_dead_step()
         indices = torch.as_tensor(indices)
         rows = len(self.groups[0].rows)
         if not rows:
@@ -375,10 +426,53 @@ class PagedCache(Cache):
             raise ValueError(
                 f"PagedCache: row indices must be below {rows}, got {wrong[0]} in {chosen}"
             )
-        for group in self.groups:
-            group.select(chosen)
-        if self._valid is not None:
-            self._valid = self._valid[chosen]
+        with self._lock.alone(self):
+            for group in self.groups:
+                group.select(chosen)
+        self._columns.select(chosen)
+
+    def end_rows(self, rows: list[int]) -> None:
+        """Free what ``rows`` hold: they have ended, and whatever comes for them is padding.
+
+        Their blocks go to the prefix store first, where there is one.
+        """
+        with self._lock.alone(self):
+            self._keep(partial=True, rows=rows)
+            for group in self.groups:
+                group.empty(rows)
+        self._columns.end(rows, len(self.groups[0].rows), self.get_seq_length())
+
+    def record(self, ids: torch.Tensor, valid: np.ndarray) -> None:
+        """Note the ids of all tokens from now on, and begin with what the store knows of them.
+
+        Does nothing without a store. Afterwards `get_seq_length` says how many columns are there
+        already: as many as the row of which least is known allows, and never all. A row of which
+        more is known skips what it has.
+
+        Args:
+            ids: [rows, columns] of the prompts; the cache must be empty.
+            valid: [rows, columns] bool, which of them are real tokens.
+        """
+        if self._store is None:
+            return
+        with self._lock.alone(self):
+            columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
+        self._columns.start(valid[:, :columns], lengths, ids[:, :columns])
+        self._set_columns(columns)
+        self.reused_tokens = int(lengths.sum())
+
+    def keep(self) -> None:
+        """Let the store hold what the cache holds, and note no more ids."""
+        with self._lock.alone(self):
+            self._keep(partial=True)
+        self._columns.ids = None
+
+    def _keep(self, *, partial: bool, rows: list[int] | None = None) -> None:
+        """Let the store hold what some rows hold (None: all), with their last block or without."""
+        if self._store is not None and self._columns.ids:
+            texts = self._columns.tokens()
+            chosen = range(len(texts)) if rows is None else rows
+            self._store.keep(self.groups, {i: texts[i] for i in chosen}, partial=partial)
 
     @property
     def batch_size(self) -> int:
@@ -395,16 +489,36 @@ class PagedCache(Cache):
 
     prefetch = offload
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no cache begin a step on the blocks that this one draws from.
+
+        Raises:
+            RuntimeError: when this one is in a step.
+        """
+        with self._lock.alone(self):
+            if self._is_in_step():
+                raise RuntimeError(
+                    "PagedCache: a cache can't be copied, saved or loaded while a step is running"
+                )
+            yield
+
     def __deepcopy__(self, memo: dict) -> PagedCache:
-        """Copy blocks and tables; the copy goes its own way."""
-        self.drop_dead_step()
-        if self._is_in_step():
-            raise RuntimeError("PagedCache: a cache can't be copied while a step is running")
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        own = {"handle": new_handle(copied)}
-        copied.__dict__.update(
-            {k: own[k] if k in own else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
-        )
+        """Copy blocks and tables, or share the blocks of a store; the copy goes its own way."""
+        with self.alone():
+            copied = memo[id(self)] = type(self).__new__(type(self))
+            own = {"handle": new_handle(copied), "_lock": StepLock()}
+            if self._store is not None:
+                own["_lock"] = self._lock
+                common = self._store, self.meter, *(group.arena for group in self.groups)
+                memo.update({id(part): part for part in common})
+            copied.__dict__.update(
+                {k: own[k] if k in own else copy.deepcopy(v, memo) for k, v in vars(self).items()}
+            )
+            if self._store is not None:
+                for group in copied.groups:
+                    group.join()
+                copied._release_when_gone()
         return copied
 
     def __reduce__(self) -> str | tuple:
@@ -421,16 +535,14 @@ class PagedCache(Cache):
         compress: bool = True,
     ) -> None:
         """Write every sequence into a file, from which `load` continues; see `save_cache`."""
-        self.drop_dead_step()
-        if self._is_in_step():
-            raise RuntimeError("PagedCache: a cache can't be saved while a step is running")
         state = self._state()
         if state is None:
             raise RuntimeError(
                 "PagedCache.save: the model that filled the cache must still be patched, got none; "
                 "save the cache before omlx_cache.unpatch(model)"
             )
-        save_cache(self, path, state.spec.decoder, extra=extra, compress=compress)
+        with self.alone():
+            save_cache(self, path, state.spec.decoder, extra=extra, compress=compress)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: torch.nn.Module) -> PagedCache:
@@ -439,7 +551,8 @@ class PagedCache(Cache):
 
     def report(self) -> CacheReport:
         """Take a snapshot of what the cache holds."""
-        return report_of(self)
+        with self._lock:
+            return report_of(self)
 
 
 def _effective_window(

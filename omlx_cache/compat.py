@@ -8,7 +8,15 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -24,8 +32,12 @@ __all__ = [
     "CACHE_NAMES",
     "Cache",
     "CacheLayerMixin",
+    "GenerationConfig",
     "PreTrainedModel",
     "PretrainedConfig",
+    "StoppingCriteria",
+    "StoppingCriteriaList",
+    "TextIteratorStreamer",
     "cache_name",
     "config_value",
     "install_capturing_hooks",

@@ -58,7 +58,7 @@ def begin_step(
     past = cache.get_seq_length()
     valid = cache.valid_columns(attention_mask, batch, columns)
     cache.require(valid, max(columns, 1))
-    cache.begin_step(valid, traced=True)
+    cache.begin_step(valid, inputs if inputs.dim() == 2 else None, traced=True)
     return torch.arange(past, past + columns, device=inputs.device)[None]
 
 

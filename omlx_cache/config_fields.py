@@ -1,7 +1,8 @@
 """The keys of the configuration: section, default, what is accepted, and what each one does.
 
-kv_cache:      block_size, max_gpu_blocks, cpu_offload, disk_cache, recent_tokens, prefill_chunk
-               later: prefix_cache, max_cpu_blocks, recall, max_disk_bytes
+kv_cache:      block_size, max_gpu_blocks, cpu_offload, disk_cache, recent_tokens, prefill_chunk,
+               prefix_cache, prefix_cache_blocks
+               later: max_cpu_blocks, recall, max_disk_bytes
 quantization:  model_bits, cache_bits, tiers, target_saving, keep_layers
 attention:     window_size, sink_tokens, pruning
                later: prune_ratio
@@ -70,6 +71,25 @@ class ConfigFields(BaseModel):
         "an integer of at least 1, or null (the whole prompt at once)",
         "Prompt tokens processed at a time. A chunk sees the history as it is stored, and itself "
         "unquantized; smaller chunks lower the memory peak of a long prompt.",
+    )
+    prefix_cache: bool = key(
+        "kv_cache",
+        False,
+        "true or false",
+        "Whether generate keeps the blocks of what it has read and written, and begins a later "
+        "text that starts alike with them, so that only the rest is computed: the next turn of a "
+        "chat, an edited history, a system prompt that several chats share. All caches of the "
+        "model then draw from one pool.",
+    )
+    prefix_cache_blocks: Positive | None = key(
+        "kv_cache",
+        64,
+        "an integer of at least 1, or null (no bound)",
+        "With prefix_cache, the most blocks that are kept for later calls, counted once for each "
+        "group of layers that share a block table; the least recently used leave first. A chat is "
+        "continued without computing its history again while all of its blocks (in a window) are "
+        "kept. Kept blocks count against max_gpu_blocks, and leave early where a step needs their "
+        "room. null: no bound of their own.",
     )
     model_bits: WeightBits | None = key(
         "quantization",

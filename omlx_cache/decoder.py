@@ -62,7 +62,8 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
             else value
             for key, value in kwargs.items()
         }
-        with cache.step(valid[:, first : first + chunk]), cache.collect(wants_weights) as found:
+        step = cache.step(valid[:, first : first + chunk], part.get("input_ids"))
+        with step, cache.collect(wants_weights) as found:
             outputs.append(original(**part, **{name: cache}, use_cache=True, return_dict=True))
         weights.append(found)
     output = _join(outputs)

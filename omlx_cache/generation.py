@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import CACHE_NAMES, cache_name
+from omlx_cache.compat import CACHE_NAMES, StoppingCriteriaList, cache_name
 from omlx_cache.patch_state import state_of
+from omlx_cache.reuse import FreeEndedRows, Settings, begin_with_known
 
 
 def run_generate(
@@ -30,6 +32,7 @@ def run_generate(
         ValueError: for ``cache_implementation``, or new ids alone without the mask of the chat.
     """
     state = state_of(model)
+    kwargs |= dict(zip(_positional(model), args, strict=False))
     config = generation_config or model.generation_config
     wanted = kwargs.get("cache_implementation") or config.cache_implementation
     if wanted is not None:
@@ -41,25 +44,49 @@ def run_generate(
     cache = next((c for c in given.values() if c is not None), None)
     use_cache = kwargs.get("use_cache")
     use_cache = config.use_cache if use_cache is None else use_cache
-    if cache is None and use_cache is not False:
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    is_own = cache is None and use_cache is not False
+    if is_own:
         cache = PagedCache.for_patch(state)
         if config.is_assistant:  # drafts tokens that may be taken back
             cache.activate_past_recording()
+        settings = Settings(model, generation_config, kwargs)
+        begin_with_known(cache, ids, settings)
+        _free_rows_that_end(cache, settings, kwargs)
     if cache is not None:
         if not isinstance(cache, PagedCache):
             raise TypeError(
                 f"omlx_cache: the cache of a patched model must be a PagedCache, got "
                 f"{type(cache).__name__}; pass omlx_cache.PagedCache(model), or no cache at all"
             )
-        _check_reuse(cache, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+        _check_reuse(cache, ids, kwargs)
         kwargs[cache_name(type(model).forward)] = cache
     try:
         original = state.original(model, "generate")
-        return original(inputs, generation_config, *args, **kwargs)
+        return original(inputs, generation_config, **kwargs)
     finally:
         if cache is not None:
             cache.drop_dead_step()
+            if is_own:
+                cache.keep()
             state.used(cache, snapshot=True)
+
+
+def _positional(model: nn.Module) -> list[str]:
+    """Return the names of the arguments of ``generate`` behind its generation configuration."""
+    return list(inspect.signature(type(model).generate).parameters)[3:]
+
+
+def _free_rows_that_end(cache: PagedCache, settings: Settings, kwargs: dict) -> None:
+    """Let rows that end early free their blocks, in a cache that nobody sees afterwards.
+
+    In the cache of a caller the next turn's mask says what was padding. The rows of beams move.
+    """
+    is_plain = settings.is_plain() and (settings.get("num_beams") or 1) == 1
+    if is_plain and settings.end_ids() and not settings.get("return_dict_in_generate"):
+        others = kwargs.get("stopping_criteria") or []
+        criterion = FreeEndedRows(cache, settings.end_ids())
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*others, criterion])
 
 
 def _check_reuse(cache: PagedCache, ids: torch.Tensor | None, kwargs: dict) -> None:

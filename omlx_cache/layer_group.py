@@ -8,21 +8,21 @@ window layers and full layers have two, and the window layers' blocks leave on t
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
-from omlx_cache.block_pool import LayerPool, copy_blocks, reopen_block
+from omlx_cache.block_arena import BlockArena
+from omlx_cache.block_pool import LayerPool, reopen_block
 from omlx_cache.observer import Observer
 from omlx_cache.plan import StepPlan
 from omlx_cache.policy.choice import Policy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.launch import blocks_per_split
-from omlx_kernels.layout import BLOCK_TIERS, Tier
+from omlx_kernels.layout import Tier
 
 
 @lru_cache
@@ -32,9 +32,10 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 class LayerGroup:
-    """Rows, allocators and the step in progress of the layers that share a window.
+    """The rows, and the step in progress, of the layers that share a window.
 
     Attributes:
+        rows: the sequences; assigning changes the list in place, which the arena knows.
         keep_past: when set, blocks that the window has left behind stay until the next `crop`.
         observer: when set, told which share of the attention each block got; see `Observer`.
 
@@ -42,7 +43,7 @@ class LayerGroup:
         geometry: block arithmetic with the group's window.
         keep_sinks: whether sink tokens stay visible outside the window.
         policy: which tier a block belongs to.
-        max_blocks: bound on the blocks in use; None is no bound.
+        arena: where the rows' blocks come from.
     """
 
     def __init__(
@@ -51,21 +52,43 @@ class LayerGroup:
         *,
         keep_sinks: bool,
         policy: Policy,
-        max_blocks: int | None,
+        arena: BlockArena,
     ) -> None:
         self.geometry, self.keep_sinks, self.policy = geometry, keep_sinks, policy
-        self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
-        self.pages = BlockAllocator([Tier.SINK])
-        self.rows: list[Sequence] = []
-        self.pools: list[LayerPool] = []  # of the layers that have run
+        self.arena = arena
+        self._rows: list[Sequence] = []
+        arena.members.append(self._rows)
         self.step: StepPlan | None = None
         self.keep_past = False
         self.observer: Observer | None = None
 
+    @property
+    def rows(self) -> list[Sequence]:
+        """The sequences."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: list[Sequence]) -> None:
+        self._rows[:] = rows
+
+    @property
+    def blocks(self) -> BlockAllocator:
+        """Who holds which block."""
+        return self.arena.blocks
+
+    @property
+    def pages(self) -> BlockAllocator:
+        """Who holds which sink page."""
+        return self.arena.pages
+
+    @property
+    def pools(self) -> list[LayerPool]:
+        """The tensors of the layers that have run."""
+        return list(self.arena.pools.values())
+
     def capacity(self) -> dict[Tier, int]:
         """Return the blocks (pages) of each tier that the layers' tensors must hold."""
-        capacity = {tier: self.blocks.capacity(tier) for tier in BLOCK_TIERS}
-        return {Tier.SINK: self.pages.capacity(Tier.SINK), **capacity}
+        return self.arena.capacity()
 
     def require(self, steps: SequenceType[SequenceType[int]]) -> None:
         """Check that several steps in a row will find the blocks that they need.
@@ -76,7 +99,7 @@ class LayerGroup:
         Raises:
             OutOfBlocksError: when they will not; nothing is changed.
         """
-        free = self.blocks.num_free
+        free = self.arena.num_available
         if free is None:
             return
         lengths = [row.length for row in self.rows]
@@ -100,8 +123,7 @@ class LayerGroup:
             raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
 
     def _is_sharing(self) -> bool:
-        listed = [(b.tier, b.index) for row in self.rows for b in row.blocks]
-        return len(set(listed)) < len(listed)
+        return any(self.arena.num_holders(b) > 1 for row in self.rows for b in row.blocks)
 
     def _shared_tails(self, steps: SequenceType[SequenceType[int]]) -> int:
         """Return how many rows will write to a block that others hold too, and so copy it."""
@@ -127,8 +149,8 @@ class LayerGroup:
             new_tokens,
             valid,
             geometry=self.geometry,
-            blocks=self.blocks,
-            pages=self.pages,
+            arena=self.arena,
+            others=[row for rows in self.arena.members if rows is not self._rows for row in rows],
             policy=self.policy,
             split_size=self._split_size,
             release=not self.keep_past,
@@ -158,43 +180,38 @@ class LayerGroup:
 
     def _end(self) -> None:
         self.step = None
-        self._settle()
-
-    def _settle(self) -> None:
-        """Close the gaps that released blocks have left, and give their memory back."""
-        moves = {tier: self.blocks.compact(tier) for tier in BLOCK_TIERS}
-        moves[Tier.SINK] = self.pages.compact(Tier.SINK)
-        if any(moves.values()):
-            for pool in self.pools:
-                for tier, pairs in moves.items():
-                    copy_blocks(pool.blocks.tier(tier), list(pairs.items()))
-            for row in self.rows:
-                row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
-                row.blocks = [
-                    replace(block, index=moves[block.tier].get(block.index, block.index))
-                    for block in row.blocks
-                ]
-        capacity = self.capacity()
-        for pool in self.pools:
-            pool.shrink(capacity)
+        self.arena.settle()
 
     def select(self, indices: SequenceType[int]) -> None:
         """Make row ``i`` a holder of what row ``indices[i]`` held; rows not named let go."""
         chosen = [self.rows[i] for i in indices]
-        for row in chosen:
-            for block in row.blocks:
-                self.blocks.share(block.tier, block.index)
-            if row.sink_page is not None:
-                self.pages.share(Tier.SINK, row.sink_page)
-        old = self.rows
+        self.arena.share(chosen)
+        old = list(self.rows)
         self.rows = [Sequence(row.length, row.sink_page, list(row.blocks)) for row in chosen]
         for row in old:
-            self._let_go(row.blocks, row.sink_page)
-        self._settle()
+            self.arena.release(row.blocks, row.sink_page)
+        self.arena.settle()
 
     def clear(self) -> None:
         """Release every row."""
         self.select([])
+
+    def join(self) -> None:
+        """Make the rows, a copy of another group's, holders of what they list."""
+        self.arena.members.append(self._rows)
+        self.arena.share(self._rows)
+
+    def leave(self) -> None:
+        """Release every row, and draw from the arena no more."""
+        self.clear()
+        self.arena.members = [rows for rows in self.arena.members if rows is not self._rows]
+
+    def empty(self, indices: SequenceType[int]) -> None:
+        """Release what some rows hold; they are empty rows then."""
+        for i in indices:
+            self.arena.release(self.rows[i].blocks, self.rows[i].sink_page)
+            self.rows[i] = Sequence()
+        self.arena.settle()
 
     def check_crop(self, removed: SequenceType[int]) -> None:
         """Check that each row can lose its last ``removed`` tokens.
@@ -238,19 +255,19 @@ class LayerGroup:
         for row, count, new in zip(self.rows, removed, reopened, strict=True):
             row.length -= count
             if new is not None:
-                self._let_go([b for b in row.blocks if b.start == new.start], None)
+                self.arena.release([b for b in row.blocks if b.start == new.start], None)
                 row.blocks = [new if b.start == new.start else b for b in row.blocks]
             gone = [
                 b
                 for b in row.blocks
                 if b.start >= row.length or self.geometry.is_released(b, row.length)
             ]
-            self._let_go(gone, None)
+            self.arena.release(gone, None)
             row.blocks = [b for b in row.blocks if b not in gone]
             if not row.length and row.sink_page is not None:
-                self._let_go([], row.sink_page)
+                self.arena.release([], row.sink_page)
                 row.sink_page = None
-        self._settle()
+        self.arena.settle()
 
     def _reopen_cut_blocks(self, removed: SequenceType[int]) -> list[StoredBlock | None]:
         """Copy each quantized block that a shorter row would end in to a hot block of its own."""
@@ -260,8 +277,8 @@ class LayerGroup:
                 cut = self._cut_block(row, row.length - count)
                 taken.append(None if cut is None else self._reopen(cut))
         except BaseException:
-            self._let_go([block for block in taken if block is not None], None)
-            self._settle()
+            self.arena.release([block for block in taken if block is not None], None)
+            self.arena.settle()
             raise
         return taken
 
@@ -279,9 +296,3 @@ class LayerGroup:
             self.blocks.release(Tier.HOT, index)
             raise
         return StoredBlock(block.start, Tier.HOT, index)
-
-    def _let_go(self, blocks: list[StoredBlock], sink_page: int | None) -> None:
-        for block in blocks:
-            self.blocks.release(block.tier, block.index)
-        if sink_page is not None:
-            self.pages.release(Tier.SINK, sink_page)

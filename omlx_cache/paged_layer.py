@@ -24,9 +24,14 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.index = index
         self.group, self._meter, self._rotation = group, meter, rotation
-        self.pool: LayerPool | None = None
+        self.is_initialized = self.pool is not None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # taken, not attended to
         self.num_columns = 0
+
+    @property
+    def pool(self) -> LayerPool | None:
+        """The layer's blocks; None before its first keys."""
+        return self.group.arena.pools.get(self.index)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Fix the format of the layer's blocks from its first keys, [batch, heads, *, head_dim]."""
@@ -40,8 +45,8 @@ class PagedLayer(CacheLayerMixin):
         # Under autocast the rotary embedding widens the keys; the values are as projected.
         dtype = value_states.dtype
         block_format = BlockFormat(geometry.block_size, geometry.sink_tokens, heads, dim, dtype)
-        self.pool = LayerPool(block_format, key_states.device, self._meter)
-        self.group.pools.append(self.pool)
+        pool = LayerPool(block_format, key_states.device, self._meter)
+        self.group.arena.pools[self.index] = pool
         self.is_initialized = True
 
     def update(

@@ -6,12 +6,15 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from omlx_cache.config import CacheConfig
+from omlx_cache.fingerprint import fingerprint
 from omlx_cache.inspection import ModelSpec
+from omlx_cache.prefix_store import PrefixStore
 from omlx_cache.unwrap import unwrap
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from omlx_cache.cache_report import CacheReport
 
 _ATTRIBUTE = "_omlx_patch"
+_store_lock = Lock()
 
 
 @dataclass
@@ -33,6 +37,7 @@ class PatchState:
         methods: (module, method name, the instance attribute before or None) replaced.
         last_cache: the cache that the model used last, while it lives.
         last_report: that cache's last snapshot, which outlives it.
+        store: what later calls may reuse; see `prefix_store`.
     """
 
     config: CacheConfig
@@ -42,6 +47,31 @@ class PatchState:
     methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     last_cache: weakref.ref[PagedCache] | None = None
     last_report: CacheReport | None = None
+    store: PrefixStore | None = None
+
+    def prefix_store(self) -> PrefixStore | None:
+        """Return the store that caches draw from now; None where the configuration has none.
+
+        A change of the configuration, of weights or of adapters begins an empty one.
+        """
+        if not self.config.prefix_cache:
+            return None
+        key = self.config, fingerprint(self.spec.decoder)
+        with _store_lock:
+            old = self.store
+            if old is None or (old.config, old.fingerprint) != key:
+                self.store = PrefixStore(*key)
+            current = self.store
+        if old is not None and old is not current:
+            old.close()
+        return current
+
+    def close_store(self) -> None:
+        """Give back what the store keeps."""
+        with _store_lock:
+            old, self.store = self.store, None
+        if old is not None:
+            old.close()
 
     def original(self, owner: nn.Module, name: str) -> Callable:
         """Return the bound method that the patch shadows on ``owner``."""

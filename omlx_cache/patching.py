@@ -28,6 +28,7 @@ from omlx_cache.patch_state import (
     find_state,
     state_of,
 )
+from omlx_cache.reuse import check_reusable
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 Model = TypeVar("Model")
@@ -60,10 +61,14 @@ def patch(
     cache_config = CacheConfig.resolve(config, **overrides)
     inner = unwrap(model)
     check_model_bits(cache_config, _weight_bits(model, inner))
+    if cache_config.prefix_cache:
+        check_reusable(inner)
     state = find_state(inner)
     if state is not None:
         PagedCache.for_patch(PatchState(cache_config, state.spec))  # or say why it can't be
-        state.config = cache_config
+        if state.config != cache_config:
+            state.config = cache_config
+            state.close_store()
         return model
     state = PatchState(cache_config, inspect_model(inner))
     PagedCache.for_patch(state)
@@ -88,6 +93,7 @@ def unpatch(model: Model) -> Model:
     state = find_state(inner)
     if state is None:
         return model
+    state.close_store()
     for site in state.spec.sites:
         setattr(site.parent, site.name, getattr(site.parent, site.name).hand_back())
     remove_capturing_hooks(state.spec.decoder, state.hooks)

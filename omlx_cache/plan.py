@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from omlx_cache.block_allocator import BlockAllocator
+from omlx_cache.block_arena import BlockArena
 from omlx_cache.policy.choice import Policy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_cache.tables import (
@@ -79,8 +79,8 @@ class StepPlan:
         new_tokens: real tokens that each row gets.
         valid: [rows, columns] bool, which columns of the step are real tokens; None: all.
         geometry: the group's block arithmetic.
-        blocks: allocator of the block tiers.
-        pages: allocator of the sink pages (space ``Tier.SINK``).
+        arena: where blocks and sink pages come from.
+        others: the rows of other groups that draw from the same arena.
         policy: which tier a block belongs to.
         split_size: from the blocks of each row and tier, and the device, the blocks that a decode
             split reads at most.
@@ -97,15 +97,16 @@ class StepPlan:
         valid: np.ndarray | None,
         *,
         geometry: Geometry,
-        blocks: BlockAllocator,
-        pages: BlockAllocator,
+        arena: BlockArena,
+        others: list[Sequence],
         policy: Policy,
         split_size: SplitSize,
         release: bool,
     ) -> None:
         self._release = release
         self.geometry, self.policy, self.valid = geometry, policy, valid
-        self._blocks, self._pages = blocks, pages
+        self._arena, self._others = arena, others
+        self._blocks, self._pages = arena.blocks, arena.pages
         self._split_size = split_size
         self._devices: dict[torch.device, DeviceTables] = {}
         self.rows = [RowPlan(row, n) for row, n in zip(rows, new_tokens, strict=True)]
@@ -113,7 +114,7 @@ class StepPlan:
             geometry.new_starts(row.length, n) for row, n in zip(rows, new_tokens, strict=True)
         ]
         shared = [self._shared_tail(row) for row in self.rows]
-        blocks.require(sum(map(len, starts)) + sum(tail is not None for tail in shared))
+        self._blocks.require(sum(map(len, starts)) + sum(tail is not None for tail in shared))
         self.copies: list[tuple[int, int]] = []
         self.page_copies: list[tuple[int, int]] = []
         for row, row_starts, tail in zip(self.rows, starts, shared, strict=True):
@@ -159,9 +160,14 @@ class StepPlan:
                     tier = self.policy.tier_of(block.start + self.geometry.block_size, row.length)
                     if tier > block.tier:
                         wanted.setdefault(block, []).append(tier)
+        for sequence in self._others if wanted else ():
+            for block in wanted.keys() & set(sequence.blocks):
+                tier = self.policy.tier_of(block.start + self.geometry.block_size, sequence.length)
+                if tier > block.tier:
+                    wanted[block].append(tier)
         moves = {}
         for block, tiers in wanted.items():
-            if len(tiers) == self._blocks.refs(block.tier, block.index):
+            if len(tiers) == self._arena.num_holders(block):
                 tier = min(tiers)  # the warmest that a holder asks for
                 index = self._blocks.begin_replace(block.tier, block.index, tier)
                 moves[block] = StoredBlock(block.start, tier, index)
@@ -188,6 +194,7 @@ class StepPlan:
                 self._pages.release(Tier.SINK, row.old_sink_page)
             sequence = row.sequence
             sequence.length, sequence.sink_page, sequence.blocks = row.length, row.sink_page, kept
+        self._arena.convert(self.conversions, self._others)
 
     def rollback(self) -> None:
         """Release everything that the step took; the rows were never touched."""

@@ -69,7 +69,7 @@ def save_cache(
         TypeError: ``extra`` holds something that JSON can't.
     """
     contents = [_contents_of(group) for group in cache.groups]
-    valid = cache._valid
+    valid = cache.valid
     description = {
         "model": model_fingerprint(decoder),
         "format": format_fingerprint(cache),
@@ -128,7 +128,8 @@ class SavedCache:
         with open(self.path, "rb") as file:
             sealed = self._open(file)
             try:
-                self._fill(cache, state, sealed)
+                with cache.alone():
+                    self._fill(cache, state, sealed)
             except BaseException as error:
                 cache.reset()
                 if isinstance(error, SealedError):
@@ -181,7 +182,8 @@ class SavedCache:
                 dtype=dtype,
                 device=_device_of(site.module),
             )
-            layer.lazy_initialization(states, states)
+            if layer.pool is None:
+                layer.lazy_initialization(states, states)
             layer.pool.fit(layer.group.capacity())
             for tier, ids in taken[id(layer.group)].items():
                 if not ids:
@@ -189,9 +191,10 @@ class SavedCache:
                 for part, target in layer.pool.blocks.tier(tier).tensors().items():
                     stored = from_raw(sealed.read(_name(i, tier, part))).to(target.device)
                     target.index_copy_(0, torch.tensor(ids, device=target.device), stored)
+        valid = None
         if "valid" in sealed.names:
-            cache._valid = from_raw(sealed.read("valid")).numpy()
-        cache._set_columns(self._description["columns"])
+            valid = from_raw(sealed.read("valid")).numpy()
+        cache.restore_columns(self._description["columns"], valid)
 
 
 def _contents_of(group: LayerGroup) -> _Contents:

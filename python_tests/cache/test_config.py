@@ -35,6 +35,8 @@ def landed(draw):
         "disk_cache": False,
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
+        "prefix_cache": draw(st.booleans()),
+        "prefix_cache_blocks": draw(st.none() | st.integers(1, 10**6)),
         "model_bits": draw(st.sampled_from([None, 2, 3, 4, 8, 16, 32])),
         "cache_bits": draw(st.sampled_from([4, 8, 16, {"k": 8, "v": 4}, {"k": 4, "v": 4}])),
         "tiers": draw(st.sampled_from([None, {"k8v4": 6200, "k4v4": None}, {"k8v8": None}])),
@@ -129,6 +131,8 @@ def test_defaults():
         "disk_cache": False,
         "recent_tokens": 128,
         "prefill_chunk": 512,
+        "prefix_cache": False,
+        "prefix_cache_blocks": 64,
         "model_bits": None,
         "cache_bits": 8,
         "tiers": None,
@@ -229,6 +233,8 @@ WRONG = [
     ("recent_tokens", -1, "an integer of at least 0, got -1 (int)"),
     ("recent_tokens", None, "default, 128"),
     ("prefill_chunk", 0, "or None (the whole prompt at once)"),
+    ("prefix_cache", 1, "true or false"),
+    ("prefix_cache_blocks", 0, "an integer of at least 1, or None (no bound)"),
     ("model_bits", 5, "2, 3, 4, 8, 16 or 32, or None (not checked), got 5 (int)"),
     ("model_bits", "4-bit", "got '4-bit' (str); write 4"),
     ("model_bits", 4.0, "got 4.0 (float); write 4"),
@@ -442,7 +448,6 @@ EARLY = {
     "max_cpu_blocks": [64],
     "recall": ["topk", "all"],
     "max_disk_bytes": [10**9],
-    "prefix_cache": [True, False],
 }
 
 

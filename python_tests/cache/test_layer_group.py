@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from omlx_cache.block_arena import BlockArena
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.sequences import Geometry, Sequence
@@ -30,7 +31,7 @@ def new_group(sinks=4, window=None, recent=0, max_blocks=None, ranges=ONE) -> La
         Geometry(SIZE, sinks, window),
         keep_sinks=True,
         policy=TierPolicy(recent, ranges),
-        max_blocks=max_blocks,
+        arena=BlockArena(max_blocks),
     )
 
 
@@ -263,7 +264,7 @@ def test_splits_are_sized_for_a_gpu_and_cover_each_tier_once(monkeypatch):
     group.begin([64 * 40, 70], None)
     group.commit()
     pool = SimpleNamespace(format=SimpleNamespace(num_kv_heads=8))
-    group.pools = [pool]
+    group.arena.pools = {0: pool}
     monkeypatch.setattr(layer_group, "num_multiprocessors", lambda device: 82)
     size = group._split_size([40, 1], torch.device("cuda"))
     assert 1 <= size < 40

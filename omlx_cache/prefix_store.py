@@ -1,0 +1,241 @@
+"""What a model has read, kept for later calls: the blocks of texts, found by their ids.
+
+All caches of a patched model with ``prefix_cache: true`` draw from the same arenas, so that to
+reuse a block is to become one more of its holders. The store is such a holder too. A block is kept
+in the precision that it has, and goes on ageing while sequences use it; nobody writes to a block
+that somebody else holds (`StepPlan` copies it first), so a call can't change what it has found.
+
+One thread at a time may touch the arenas, and holds the store's lock for a whole step of the model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omlx_cache.block_arena import BlockArena
+from omlx_cache.block_pool import MemoryMeter
+from omlx_cache.config import CacheConfig
+from omlx_cache.kept_blocks import KeptBlocks
+from omlx_cache.layer_group import LayerGroup
+from omlx_cache.prefix_tree import PrefixNode, PrefixTree
+from omlx_cache.sequences import Sequence as Row
+from omlx_cache.sequences import StoredBlock
+from omlx_cache.step_lock import StepLock
+from omlx_kernels.layout import Tier
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The longest known beginning of a text: ``length`` tokens, and the nodes that hold them."""
+
+    length: int
+    nodes: tuple[PrefixNode, ...]
+
+
+class PrefixStore:
+    """Known texts, and the arenas that hold their blocks.
+
+    Args:
+        config: of every cache that draws from here.
+        fingerprint: what the blocks were computed with; see `omlx_cache.fingerprint`.
+    """
+
+    def __init__(self, config: CacheConfig, fingerprint: Hashable) -> None:
+        self.config, self.fingerprint = config, fingerprint
+        self.meter = MemoryMeter()
+        self.lock = StepLock(self._take_back)
+        self.tree = PrefixTree(config.block_size, config.sink_tokens)
+        self._arenas: dict[Hashable, BlockArena] = {}
+        self._abandoned: deque[Sequence[LayerGroup]] = deque()
+        self._is_closed = False
+
+    def arena(self, key: Hashable) -> BlockArena:
+        """Return the arena of the layer groups with a window, made on first use."""
+        if key not in self._arenas:
+            arena = self._arenas[key] = BlockArena(self.config.max_gpu_blocks)
+            bound = self.config.prefix_cache_blocks
+            arena.kept_blocks = KeptBlocks(arena.blocks, bound, self._prune)
+            arena.kept_pages = KeptBlocks(arena.pages, None)
+            arena.blocks.reclaim = arena.kept_blocks.reclaim
+        return self._arenas[key]
+
+    def begin(
+        self, groups: Sequence[LayerGroup], ids: np.ndarray, valid: np.ndarray
+    ) -> tuple[int, np.ndarray]:
+        """Make the rows of a new cache begin with the longest known beginning of each prompt.
+
+        Args:
+            groups: the layer groups of the cache, without rows; left so where nothing is saved.
+            ids: [rows, columns] int64.
+            valid: [rows, columns] bool, which of them are real tokens.
+
+        Returns:
+            How many columns needn't be computed: those that every row has, and never the last
+            token of a row. [rows] tokens that each row has, which may be more.
+        """
+        texts = [row[real] for row, real in zip(ids, valid, strict=True)]
+        known = [self.find(text[:-1], groups) for text in texts]
+        lengths = np.array([prefix.length for prefix in known])
+        missing = valid & (valid.cumsum(1) > lengths[:, None])
+        first = np.where(missing.any(1), missing.argmax(1), valid.shape[1] - 1)
+        columns = int(first.min())
+        if not columns:
+            return 0, np.zeros_like(lengths)
+        self.take(known, groups)
+        return columns, lengths
+
+    def find(self, ids: np.ndarray, groups: Sequence[LayerGroup]) -> Prefix:
+        """Find the longest beginning of a text whose blocks are all there.
+
+        Args:
+            ids: [num_tokens] int64.
+            groups: the layer groups that will attend to it; each needs what its window sees.
+        """
+        path = self.tree.match(ids, self._is_hot)
+        while path:
+            length = path[-1][0].start + path[-1][1]
+            nodes = tuple(node for node, _ in path)
+            if all(self._row(group, nodes, length) is not None for group in groups):
+                return Prefix(length, nodes)
+            path.pop()
+        return Prefix(0, ())
+
+    def take(self, prefixes: Sequence[Prefix], groups: Sequence[LayerGroup]) -> None:
+        """Make rows of the groups that begin with ``prefixes``, as holders of their blocks."""
+        for group in groups:
+            rows = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
+            group.arena.share(rows)
+            group.rows = rows
+            for prefix, row in zip(prefixes, rows, strict=True):
+                self._touch(group, prefix.nodes, {block.start for block in row.blocks})
+
+    @staticmethod
+    def _touch(group: LayerGroup, nodes: Sequence[PrefixNode], starts: Container[int]) -> None:
+        """Make the blocks of some nodes the most recently used, the first of a text last."""
+        for node in reversed(nodes):
+            if node.start in starts:
+                group.arena.kept_blocks.touch(node)
+
+    def _row(self, group: LayerGroup, nodes: Sequence[PrefixNode], length: int) -> Row | None:
+        """Return the row that would continue behind ``length`` tokens; None: a block has left."""
+        sinks = group.geometry.sink_tokens
+        row = Row(length)
+        for node in nodes:
+            if self._is_sinks(node):
+                block = group.arena.kept_pages.get(node)
+                row.sink_page = None if block is None else block.index
+            elif not group.geometry.is_released(StoredBlock(node.start, Tier.HOT, 0), length):
+                block = group.arena.kept_blocks.get(node)
+                row.blocks.append(block)
+            else:
+                continue
+            if block is None:
+                return None
+        return row if not (sinks and length) or row.sink_page is not None else None
+
+    def keep(
+        self, groups: Sequence[LayerGroup], texts: Mapping[int, np.ndarray], *, partial: bool
+    ) -> None:
+        """Hold what the rows of the groups hold.
+
+        Args:
+            groups: the layer groups of one cache.
+            texts: by row, [*] int64, the ids that it begins with.
+            partial: whether to keep a row's last block too, which isn't full.
+        """
+        if self._is_closed:
+            return
+        for i, ids in texts.items():
+            known = min(len(ids), groups[0].rows[i].length)
+            self._keep_row(groups, i, ids[:known], partial)
+        for group in groups:
+            group.arena.kept_blocks.trim()
+            group.arena.settle()
+
+    def _keep_row(
+        self, groups: Sequence[LayerGroup], i: int, ids: np.ndarray, partial: bool
+    ) -> None:
+        stored = [{block.start: block for block in group.rows[i].blocks} for group in groups]
+        node, path = self.tree.root, []
+        for chunk in self.tree.chunks(ids):
+            at_sinks = node is self.tree.root and self.config.sink_tokens
+            size = self.config.sink_tokens if at_sinks else self.config.block_size
+            if len(chunk) < size:
+                longer = self.tree.continues(node, chunk)
+                if at_sinks or not partial or any(map(self._is_hot, longer)):
+                    break
+            node = self.tree.add(node, chunk)
+            path.append(node)
+            for group, blocks in zip(groups, stored, strict=True):
+                if at_sinks:
+                    page = StoredBlock(0, Tier.SINK, group.rows[i].sink_page)
+                    group.arena.kept_pages.keep(node, page)
+                elif node.start in blocks:
+                    group.arena.kept_blocks.keep(node, blocks[node.start])
+            if not at_sinks and self._is_whole(node):
+                for shorter in self.tree.continued(node):
+                    self._forget(shorter)
+        for group, blocks in zip(groups, stored, strict=True):
+            self._touch(group, path, blocks)
+        if path:
+            self._prune(path[-1])
+
+    def close(self) -> None:
+        """Let go of everything, for good; caches that are in use keep what they use."""
+        with self.lock:
+            self._is_closed = True
+            for arena in self._arenas.values():
+                arena.kept_blocks.reset()
+                arena.kept_pages.reset()
+                arena.settle()
+            self.tree = PrefixTree(self.config.block_size, self.config.sink_tokens)
+
+    def abandon(self, groups: Sequence[LayerGroup]) -> None:
+        """Take back what the groups of a cache hold that is gone: now, or at the end of a step.
+
+        May be called by the garbage collector, in any thread and in the middle of anything.
+        """
+        self._abandoned.append(groups)
+        if any(group.step is not None for group in groups):
+            self.lock.free()  # it ran the step that has the lock, and will never end it
+        else:
+            self.lock.visit()
+
+    def _take_back(self) -> None:
+        while self._abandoned:
+            for group in self._abandoned.popleft():
+                if group.step is not None:
+                    group.rollback()
+                group.leave()
+
+    def _is_sinks(self, node: PrefixNode) -> bool:
+        return node.start < self.config.sink_tokens
+
+    def _is_hot(self, node: PrefixNode) -> bool:
+        """Whether every arena has the block of a node in the model's dtype: it can be cut."""
+        blocks = [arena.kept_blocks.get(node) for arena in self._arenas.values()]
+        return all(block is not None and block.tier is Tier.HOT for block in blocks)
+
+    def _is_whole(self, node: PrefixNode) -> bool:
+        return all(arena.kept_blocks.get(node) for arena in self._arenas.values())
+
+    def _forget(self, node: PrefixNode) -> None:
+        for arena in self._arenas.values():
+            arena.kept_blocks.drop(node)
+        self._prune(node)
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Forget a node without blocks and children, and its parents likewise."""
+        while node.parent is not None and not node.children:
+            if any(arena.kept_blocks.get(node) for arena in self._arenas.values()):
+                return
+            for arena in self._arenas.values():
+                arena.kept_pages.drop(node)
+            if node not in self.tree:
+                return
+            self.tree.remove(node)
+            node = node.parent
