@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
     from omlx_cache.cache_report import CacheReport
+    from omlx_cache.chat_session import ChatSession
     from omlx_cache.config import CacheConfig
     from omlx_cache.config_errors import ConfigError
     from omlx_cache.patching import patch, patched, report, unpatch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheConfig",
     "CacheReport",
+    "ChatSession",
     "ConfigError",
     "OutOfBlocksError",
     "PagedCache",
@@ -35,6 +37,7 @@ __all__ = [
 _MODULES = {
     "CacheConfig": "omlx_cache.config",
     "CacheReport": "omlx_cache.cache_report",
+    "ChatSession": "omlx_cache.chat_session",
     "ConfigError": "omlx_cache.config_errors",
     "OutOfBlocksError": "omlx_kernels.errors",
     "PagedCache": "omlx_cache.cache",

@@ -30,6 +30,11 @@ class CacheReport:
             releases tokens, and those are not counted.
         seen_tokens: tokens that the sequences have seen.
         num_sequences: rows of the batch.
+        reused_tokens: of the tokens seen, those that an earlier call had left (``prefix_cache``),
+            and that were not computed again.
+
+    With ``prefix_cache`` the caches of a model share their blocks: blocks and bytes are then those
+    of all of them and of what is kept for later calls, tokens and sequences this cache's.
     """
 
     active_blocks: int
@@ -42,6 +47,7 @@ class CacheReport:
     cached_tokens: int
     seen_tokens: int
     num_sequences: int
+    reused_tokens: int
 
     def to_dict(self) -> dict:
         """Return the fields as a JSON-able dict."""
@@ -92,6 +98,7 @@ def report_of(cache: PagedCache) -> CacheReport:
         cached_tokens=sum(sinks) + _tokens_in_rows(first),
         seen_tokens=sum(row.length for row in first.rows),
         num_sequences=len(first.rows),
+        reused_tokens=cache.reused_tokens,
     )
 
 

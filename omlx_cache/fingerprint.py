@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import weakref
 from itertools import chain
 
 import torch
 from torch import nn
 
 
-def fingerprint(decoder: nn.Module) -> Hashable:
+class _Identity:
+    """Equal to itself while its tensor lives: an id alone could be that of a later tensor."""
+
+    __hash__ = None
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        tensor = self._tensor()
+        return tensor is not None and isinstance(other, _Identity) and tensor is other._tensor()
+
+
+def fingerprint(decoder: nn.Module) -> tuple:
     """Return what changes when a module's weights, adapters or precision do.
 
     It looks at no weight: a tensor is known by its identity and by PyTorch's count of the writes to
-    it, an adapter by its name and scale. A write that PyTorch doesn't count (to ``weight.data``) is
-    not seen.
+    it, an adapter by its name and scale. A write that PyTorch doesn't count (to ``weight.data``,
+    or to a tensor made in inference mode) is not seen.
     """
     tensors = chain(decoder.parameters(), decoder.buffers())
-    weights = tuple((id(t), t.device, t.dtype, _writes(t)) for t in tensors)
+    weights = tuple((_Identity(t), t.device, t.dtype, _writes(t)) for t in tensors)
     adapters = tuple(
         (
             tuple(module.active_adapters),

@@ -44,7 +44,7 @@ class PrefixStore:
         fingerprint: what the blocks were computed with; see `omlx_cache.fingerprint`.
     """
 
-    def __init__(self, config: CacheConfig, fingerprint: Hashable) -> None:
+    def __init__(self, config: CacheConfig, fingerprint: tuple) -> None:
         self.config, self.fingerprint = config, fingerprint
         self.meter = MemoryMeter()
         self.lock = StepLock(self._take_back)
@@ -52,6 +52,11 @@ class PrefixStore:
         self._arenas: dict[Hashable, BlockArena] = {}
         self._abandoned: deque[Sequence[LayerGroup]] = deque()
         self._is_closed = False
+
+    @property
+    def arenas(self) -> list[BlockArena]:
+        """All that caches draw from so far."""
+        return list(self._arenas.values())
 
     def arena(self, key: Hashable) -> BlockArena:
         """Return the arena of the layer groups with a window, made on first use."""
@@ -188,7 +193,7 @@ class PrefixStore:
         """Let go of everything, for good; caches that are in use keep what they use."""
         with self.lock:
             self._is_closed = True
-            for arena in self._arenas.values():
+            for arena in self.arenas:
                 arena.kept_blocks.reset()
                 arena.kept_pages.reset()
                 arena.settle()
@@ -217,23 +222,23 @@ class PrefixStore:
 
     def _is_hot(self, node: PrefixNode) -> bool:
         """Whether every arena has the block of a node in the model's dtype: it can be cut."""
-        blocks = [arena.kept_blocks.get(node) for arena in self._arenas.values()]
+        blocks = [arena.kept_blocks.get(node) for arena in self.arenas]
         return all(block is not None and block.tier is Tier.HOT for block in blocks)
 
     def _is_whole(self, node: PrefixNode) -> bool:
-        return all(arena.kept_blocks.get(node) for arena in self._arenas.values())
+        return all(arena.kept_blocks.get(node) for arena in self.arenas)
 
     def _forget(self, node: PrefixNode) -> None:
-        for arena in self._arenas.values():
+        for arena in self.arenas:
             arena.kept_blocks.drop(node)
         self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
         """Forget a node without blocks and children, and its parents likewise."""
         while node.parent is not None and not node.children:
-            if any(arena.kept_blocks.get(node) for arena in self._arenas.values()):
+            if any(arena.kept_blocks.get(node) for arena in self.arenas):
                 return
-            for arena in self._arenas.values():
+            for arena in self.arenas:
                 arena.kept_pages.drop(node)
             if node not in self.tree:
                 return

@@ -15,8 +15,8 @@ import torch
 from transformers.generation.streamers import TextStreamer
 
 from omlx_cache.compat import cache_name
+from omlx_cache.conversation import Conversation
 from omlx_cache.tools.agreement import Agreement, check_own_answer, follow_reference
-from omlx_cache.tools.conversation import Conversation
 from omlx_cache.tools.yardstick import yardstick
 
 

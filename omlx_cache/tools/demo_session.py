@@ -18,8 +18,9 @@ from rich.console import Console
 from transformers import DynamicCache
 
 import omlx_cache
+from omlx_cache.conversation import Conversation
 from omlx_cache.tools.chat_run import Bytes, ChatRun, pad_id, run_chat
-from omlx_cache.tools.conversation import Conversation, long_messages
+from omlx_cache.tools.conversation import long_messages
 from omlx_cache.tools.demo_report import summarize
 from omlx_cache.tools.demo_screen import Screen
 from omlx_cache.tools.errors import setting_errors

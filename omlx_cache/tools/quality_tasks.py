@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from omlx_cache.tools.conversation import Conversation
+from omlx_cache.conversation import Conversation
 from omlx_cache.tools.texts import passages
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)

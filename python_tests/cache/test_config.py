@@ -233,7 +233,7 @@ WRONG = [
     ("recent_tokens", -1, "an integer of at least 0, got -1 (int)"),
     ("recent_tokens", None, "default, 128"),
     ("prefill_chunk", 0, "or None (the whole prompt at once)"),
-    ("prefix_cache", 1, "true or false"),
+    ("prefix_cache", 1, "must be True or False, got 1 (int); write True"),
     ("prefix_cache_blocks", 0, "an integer of at least 1, or None (no bound)"),
     ("model_bits", 5, "2, 3, 4, 8, 16 or 32, or None (not checked), got 5 (int)"),
     ("model_bits", "4-bit", "got '4-bit' (str); write 4"),

@@ -3,7 +3,8 @@
 import pytest
 from tiny_chat import tiny_tokenizer
 
-from omlx_cache.tools.conversation import Conversation, long_messages
+from omlx_cache.conversation import Conversation
+from omlx_cache.tools.conversation import long_messages
 
 
 def encode(tokenizer, text: str) -> list[int]:

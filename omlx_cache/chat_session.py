@@ -1,0 +1,122 @@
+"""`ChatSession`: hold a chat turn by turn, of which each turn computes only what is new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from omlx_cache.cache import PagedCache
+from omlx_cache.compat import cache_name
+from omlx_cache.conversation import Conversation
+from omlx_cache.patch_state import state_of
+from omlx_cache.reuse import Settings, begin_with_known
+from omlx_cache.unwrap import unwrap
+
+
+class ChatSession:
+    """One chat with a model that is patched with ``prefix_cache=True``.
+
+    The chat is kept as token ids that only grow (`Conversation`), and every turn is a
+    ``generate`` over all of them. What an earlier turn has left is found by these ids, so a turn
+    computes its own message alone; after an `edit`, from there on; and sessions with one system
+    prompt compute it once. What has been dropped in the meantime is computed again.
+
+    Args:
+        model: the patched model; several sessions may use it, also from several threads.
+        tokenizer: its tokenizer.
+        system: the system prompt; None leaves it to the tokenizer's chat template.
+
+    Attributes:
+        messages: the chat so far, as ``{"role": ..., "content": ...}``; a copy.
+        reused_tokens: tokens of the last turn's prompt that were not computed again.
+
+    Raises:
+        ValueError: when the model is not patched, or without ``prefix_cache``.
+
+    Example:
+        >>> omlx_cache.patch(model, prefix_cache=True)                       # doctest: +SKIP
+        >>> chat = omlx_cache.ChatSession(model, tokenizer, system="Be brief.")  # doctest: +SKIP
+        >>> chat.send("What is paging?", max_new_tokens=64)                  # doctest: +SKIP
+        >>> chat.edit(0, "What is a page?", max_new_tokens=64)               # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, *, system: str | None = None) -> None:
+        if not state_of(model).config.prefix_cache:
+            raise ValueError(
+                "ChatSession: the model must be patched with prefix_cache=True, got False; call "
+                "omlx_cache.patch(model, prefix_cache=True)"
+            )
+        self._model, self._tokenizer, self._system = model, tokenizer, system
+        self._end_ids = _end_ids(model)
+        self._chat = Conversation(tokenizer, self._end_ids, system=system)
+        self._turns: list[tuple[str, str]] = []  # message and answer
+        self.reused_tokens = 0
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The chat so far."""
+        found = [] if self._system is None else [{"role": "system", "content": self._system}]
+        for message, answer in self._turns:
+            found.append({"role": "user", "content": message})
+            found.append({"role": "assistant", "content": answer})
+        return found
+
+    def send(self, message: str, **generation: Any) -> str:
+        """Send a message and return the answer.
+
+        Args:
+            message: of the user.
+            **generation: for ``model.generate``, such as ``max_new_tokens`` or ``streamer``.
+
+        Raises:
+            Whatever ``generate`` raises; the chat is then as it was.
+        """
+        ids = self._chat.ask(message)
+        try:
+            answer = self._generate(ids, generation)
+        except BaseException:
+            self._chat.rewind(len(self._turns))
+            raise
+        self._chat.answer(answer)
+        text = self._tokenizer.decode(answer, skip_special_tokens=True)
+        self._turns.append((message, text))
+        return text
+
+    def _generate(self, ids: list[int], generation: dict[str, Any]) -> list[int]:
+        """Return the ids of an answer, on a cache that begins with what is known."""
+        inputs = torch.tensor([ids], device=next(self._model.parameters()).device)
+        given = {"attention_mask": torch.ones_like(inputs), **generation}
+        if self._tokenizer.pad_token_id is not None:
+            given.setdefault("pad_token_id", self._tokenizer.pad_token_id)
+        inner, cache = unwrap(self._model), PagedCache(self._model)
+        settings = Settings(inner, given.get("generation_config"), given)
+        begin_with_known(cache, inputs, settings)
+        self.reused_tokens = cache.reused_tokens
+        given[cache_name(type(inner).forward)] = cache
+        try:
+            output = self._model.generate(input_ids=inputs, **given)
+        finally:
+            cache.keep()
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        return sequences[0, len(ids) :].tolist()
+
+    def edit(self, turn: int, message: str, **generation: Any) -> str:
+        """Replace the message of a turn, forget what followed, and return the new answer.
+
+        Args:
+            turn: number of the turn, counted from 0.
+            message, **generation: as in `send`.
+
+        Raises:
+            ValueError: there is no such turn.
+        """
+        self._chat.rewind(turn)
+        del self._turns[turn:]
+        return self.send(message, **generation)
+
+
+def _end_ids(model: nn.Module) -> set[int]:
+    ids = model.generation_config.eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)

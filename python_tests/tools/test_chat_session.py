@@ -1,0 +1,112 @@
+"""`ChatSession`: what a chat says, what it computes again, and what it refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_chat import save_tiny_chat_model
+
+import omlx_cache
+from omlx_cache.conversation import Conversation
+from omlx_cache.tools.loading import load_model, load_tokenizer
+
+CONFIG = {"block_size": 64, "cache_bits": 16, "prefix_cache": True}
+SYSTEM = "You answer in one short sentence, and you never say more than you were asked for. " * 3
+SAY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def model(directory):
+    return omlx_cache.patch(load_model(directory, device="cpu"), **CONFIG)
+
+
+@pytest.fixture
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+def said_by_stock(directory, tokenizer, messages: list[str], system=None) -> list[str]:
+    """Return the answers of an unpatched model that reads the whole chat each time."""
+    model = load_model(directory, device="cpu")
+    chat, found = Conversation(tokenizer, {tokenizer.eos_token_id}, system=system), []
+    for message in messages:
+        ids = torch.tensor([chat.ask(message)])
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **SAY)
+        answer = out[0, ids.shape[1] :].tolist()
+        chat.answer(answer)
+        found.append(tokenizer.decode(answer, skip_special_tokens=True))
+    return found
+
+
+def test_a_chat_says_what_the_stock_model_says(directory, model, tokenizer):
+    messages = [f"Tell me about number {i}." for i in range(5)]
+    chat = omlx_cache.ChatSession(model, tokenizer, system=SYSTEM)
+    answers = [chat.send(message, **SAY) for message in messages]
+    assert answers == said_by_stock(directory, tokenizer, messages, SYSTEM)
+    assert chat.reused_tokens > 150
+    roles = [entry["role"] for entry in chat.messages]
+    assert roles == ["system"] + ["user", "assistant"] * 5
+    assert [entry["content"] for entry in chat.messages[2::2]] == answers
+
+
+def test_an_edit_forgets_what_followed_and_reuses_what_precedes(directory, model, tokenizer):
+    messages = ["One.", "Two.", "Three."]
+    chat = omlx_cache.ChatSession(model, tokenizer, system=SYSTEM)
+    for message in messages:
+        chat.send(message, **SAY)
+    answer = chat.edit(1, "Something else.", **SAY)
+    assert [answer] == said_by_stock(directory, tokenizer, ["One.", "Something else."], SYSTEM)[1:]
+    assert len(chat.messages) == 5
+    assert chat.reused_tokens > len(tokenizer(SYSTEM)["input_ids"])
+
+
+@pytest.mark.parametrize("turn", [-1, 1])
+def test_an_edit_of_no_turn_is_refused(model, tokenizer, turn):
+    chat = omlx_cache.ChatSession(model, tokenizer)
+    chat.send("One.", **SAY)
+    with pytest.raises(ValueError, match=f"turn must be from 0 to 0, got {turn}"):
+        chat.edit(turn, "Two.")
+    assert len(chat.messages) == 2
+
+
+def test_a_second_session_begins_with_the_system_prompt_of_the_first(directory, model, tokenizer):
+    first, second = (omlx_cache.ChatSession(model, tokenizer, system=SYSTEM) for _ in range(2))
+    first.send("Hello.", **SAY)
+    assert first.reused_tokens == 0
+    answer = second.send("Good bye.", **SAY)
+    assert second.reused_tokens > len(tokenizer(SYSTEM)["input_ids"])
+    assert [answer] == said_by_stock(directory, tokenizer, ["Good bye."], SYSTEM)
+
+
+def test_sessions_in_threads_say_what_they_say_alone(directory, model, tokenizer):
+    chats = [omlx_cache.ChatSession(model, tokenizer, system=SYSTEM) for _ in range(3)]
+    messages = [[f"Chat {i}, turn {j}." for j in range(3)] for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(
+            pool.map(lambda i: [chats[i].send(text, **SAY) for text in messages[i]], range(3))
+        )
+    assert found == [said_by_stock(directory, tokenizer, own, SYSTEM) for own in messages]
+
+
+def test_a_turn_that_fails_leaves_the_chat_as_it_was(directory, model, tokenizer):
+    chat = omlx_cache.ChatSession(model, tokenizer)
+    chat.send("One.", **SAY)
+    before = chat.messages
+    with pytest.raises(ValueError, match="num_beams"):
+        chat.send("Two.", num_beams=-1)
+    assert chat.messages == before
+    assert [chat.send("Two.", **SAY)] == said_by_stock(directory, tokenizer, ["One.", "Two."])[1:]
+
+
+def test_without_the_store_it_is_refused(directory, tokenizer):
+    model = omlx_cache.patch(load_model(directory, device="cpu"))
+    with pytest.raises(ValueError, match="prefix_cache=True, got False"):
+        omlx_cache.ChatSession(model, tokenizer)
