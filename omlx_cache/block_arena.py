@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import LayerPool, copy_blocks
+from omlx_cache.host_tier import HostTier
 from omlx_cache.sequences import Sequence, StoredBlock
 from omlx_kernels.layout import BLOCK_TIERS, Tier
 
@@ -26,15 +28,17 @@ class BlockArena:
         pools: the tensors, by the index of the layer; of the layers that have run.
         members: the rows of every group that draws from here, each as the group lists them.
         kept_blocks, kept_pages: what is held for later calls; None where nothing is.
+        host: blocks that have moved to CPU memory; None where none may.
     """
 
-    def __init__(self, max_blocks: int | None) -> None:
+    def __init__(self, max_blocks: int | None, host: HostTier | None = None) -> None:
         self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
         self.pages = BlockAllocator([Tier.SINK])
         self.pools: dict[int, LayerPool] = {}
         self.members: list[list[Sequence]] = []
         self.kept_blocks: KeptBlocks | None = None
         self.kept_pages: KeptBlocks | None = None
+        self.host = host
 
     @property
     def num_available(self) -> int | None:
@@ -59,6 +63,37 @@ class BlockArena:
                 self.blocks.share(block.tier, block.index)
             if row.sink_page is not None:
                 self.pages.share(Tier.SINK, row.sink_page)
+            for block in row.offloaded:
+                self.host.blocks.share(block.tier, block.index)
+
+    def release_rows(self, rows: Iterable[Sequence]) -> None:
+        """Remove a holder of everything that ``rows`` list."""
+        for row in rows:
+            self.release(row.blocks, row.sink_page)
+            self.release_offloaded(row.offloaded)
+
+    def release_offloaded(self, blocks: Iterable[StoredBlock]) -> None:
+        """Remove a holder of some blocks in CPU memory."""
+        for block in blocks:
+            self.host.blocks.release(block.tier, block.index)
+
+    def offload(self, held: Sequence_[tuple[StoredBlock, list[Sequence]]]) -> None:
+        """Move blocks to CPU memory.
+
+        Args:
+            held: each block, and the rows that hold it: nobody else does.
+
+        Raises:
+            OutOfBlocksError, MemoryError: there is no room; nothing is changed.
+        """
+        copies = self.host.take(self.pools, [block for block, _ in held])
+        for (block, rows), copied in zip(held, copies, strict=True):
+            for row in rows:
+                self.host.blocks.share(copied.tier, copied.index)
+                self.blocks.release(block.tier, block.index)
+                row.blocks.remove(block)
+                row.offloaded = sorted([*row.offloaded, copied], key=lambda b: b.start)
+            self.host.blocks.release(copied.tier, copied.index)  # its own share in the copy
 
     def release(self, blocks: list[StoredBlock], sink_page: int | None) -> None:
         """Remove a holder of some blocks and of a page."""
@@ -77,6 +112,16 @@ class BlockArena:
         if self.kept_blocks is not None:
             self.kept_blocks.replace(conversions)
 
+    def convert_offloaded(
+        self, conversions: Mapping[StoredBlock, StoredBlock], rows: list[Sequence]
+    ) -> None:
+        """Do the same for blocks in CPU memory."""
+        for row in rows if conversions else ():
+            for i, block in enumerate(row.offloaded):
+                if block in conversions:
+                    row.offloaded[i] = conversions[block]
+                    self.host.blocks.release(block.tier, block.index)
+
     def settle(self) -> None:
         """Close the gaps that released blocks have left, and give their memory back."""
         moves = {tier: self.blocks.compact(tier) for tier in BLOCK_TIERS}
@@ -86,6 +131,10 @@ class BlockArena:
                 for tier, pairs in moves.items():
                     copy_blocks(pool.blocks.tier(tier), list(pairs.items()))
             self._follow(moves)
+        if self.host is not None:
+            moved = self.host.settle()
+            for row in (row for rows in self.members for row in rows):
+                row.offloaded = _renumbered(row.offloaded, moved)
         capacity = self.capacity()
         for pool in self.pools.values():
             pool.shrink(capacity)
@@ -93,11 +142,14 @@ class BlockArena:
     def _follow(self, moves: Mapping[Tier, Mapping[int, int]]) -> None:
         for row in (row for rows in self.members for row in rows):
             row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
-            row.blocks = [
-                replace(block, index=moves[block.tier].get(block.index, block.index))
-                for block in row.blocks
-            ]
+            row.blocks = _renumbered(row.blocks, moves)
         for kept in (self.kept_blocks, self.kept_pages):
             if kept is not None:
                 for tier, pairs in moves.items():
                     kept.follow(tier, pairs)
+
+
+def _renumbered(
+    blocks: list[StoredBlock], moves: Mapping[Tier, Mapping[int, int]]
+) -> list[StoredBlock]:
+    return [replace(b, index=moves[b.tier].get(b.index, b.index)) for b in blocks]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -37,12 +38,20 @@ class LayerPool:
         block_format: shapes and dtypes of the layer's blocks.
         device: where they live.
         meter: told of every allocation and release.
+        is_pinned: whether the memory, of a CPU, is pinned: a GPU then copies without waiting.
     """
 
-    def __init__(self, block_format: BlockFormat, device: torch.device, meter: MemoryMeter) -> None:
+    def __init__(
+        self,
+        block_format: BlockFormat,
+        device: torch.device,
+        meter: MemoryMeter,
+        *,
+        is_pinned: bool = False,
+    ) -> None:
         self.format, self.device, self._meter = block_format, device, meter
-        with torch.inference_mode(False):
-            self._tiers = {tier: block_format.allocate(tier, 0, device) for tier in Tier}
+        self._is_pinned = is_pinned
+        self._tiers = {tier: self._allocate(tier, 0) for tier in Tier}
         self.blocks = self._layer_blocks()
 
     def fit(self, capacity: Mapping[Tier, int]) -> None:
@@ -52,6 +61,10 @@ class LayerPool:
             self._resize(tier, capacity[tier])
         if changed:
             self.blocks = self._layer_blocks()
+
+    def exceeds(self, capacity: Mapping[Tier, int]) -> bool:
+        """Whether there is room for more blocks than ``capacity[tier]`` of some tier."""
+        return any(self._tiers[tier].num_blocks > capacity[tier] for tier in Tier)
 
     def shrink(self, capacity: Mapping[Tier, int]) -> None:
         """Give back the room above ``capacity``, if there is memory to do so; never fails.
@@ -71,8 +84,7 @@ class LayerPool:
 
     def _resize(self, tier: Tier, num_blocks: int) -> None:
         old = self._tiers[tier]
-        with torch.inference_mode(False):  # tensors made in it could never be written outside
-            new = self.format.allocate(tier, num_blocks, self.device)
+        new = self._allocate(tier, num_blocks)
         self._meter.add(new.num_bytes)  # both exist while the content moves
         kept = min(old.num_blocks, num_blocks)
         targets = new.tensors()
@@ -80,6 +92,13 @@ class LayerPool:
             targets[name][:kept].copy_(source[:kept])
         self._tiers[tier] = new
         self._meter.add(-old.num_bytes)
+
+    def _allocate(self, tier: Tier, num_blocks: int) -> TierBlocks:
+        with torch.inference_mode(False):  # tensors made in it could never be written outside
+            new = self.format.allocate(tier, num_blocks, self.device)
+            if not self._is_pinned:
+                return new
+            return replace(new, **{name: x.pin_memory() for name, x in new.tensors().items()})
 
     def _layer_blocks(self) -> LayerBlocks:
         return LayerBlocks(**{tier.name.lower(): t for tier, t in self._tiers.items()})
@@ -92,8 +111,10 @@ def copy_blocks(blocks: TierBlocks, pairs: list[tuple[int, int]]) -> None:
             tensor[target].copy_(tensor[source])
 
 
-def reopen_block(blocks: LayerBlocks, tier: Tier, index: int, hot_index: int) -> None:
-    """Write the values of block ``index`` of a quantized tier into hot block ``hot_index``."""
-    k, v = read_blocks(blocks.tier(tier), tier, [index], torch.float32)
-    blocks.hot.k[hot_index].copy_(k[0])
-    blocks.hot.v[hot_index].copy_(v[0])
+def reopen_block(
+    source: LayerBlocks, tier: Tier, index: int, target: LayerBlocks, hot_index: int
+) -> None:
+    """Write the values of block ``index`` of a tier into hot block ``hot_index``."""
+    k, v = read_blocks(source.tier(tier), tier, [index], torch.float32)
+    target.hot.k[hot_index].copy_(k[0])
+    target.hot.v[hot_index].copy_(v[0])

@@ -25,12 +25,14 @@ from omlx_cache.columns import Columns
 from omlx_cache.compat import Cache
 from omlx_cache.compiled import new_handle
 from omlx_cache.config import CacheConfig
+from omlx_cache.host_tier import HostTier
 from omlx_cache.inspection import head_dim_of
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.observer import Observer
 from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.policy.choice import kept_layers, policy_of
+from omlx_cache.policy.eviction import EvictionPolicy
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_cache.step_lock import StepLock
 from omlx_cache.storage.saved_cache import SavedCache, save_cache
@@ -42,6 +44,10 @@ _UNQUANTIZED = {
     "target_saving": None,
     "max_gpu_blocks": None,
     "prefix_cache": False,
+    "pruning": None,
+    "prune_ratio": 0.0,
+    "cpu_offload": False,
+    "max_cpu_blocks": None,
 }
 
 
@@ -94,6 +100,7 @@ class PagedCache(Cache):
         self.handle = new_handle(self)
         groups: dict[tuple, LayerGroup] = {}
         layers = []
+        eviction = EvictionPolicy.from_config(self.config)
         spec, kept = state.spec, kept_layers(self.config, len(state.spec.windows))
         for i, (own, sinks) in enumerate(zip(spec.windows, spec.sink_distances, strict=True)):
             window, keep_sinks = _effective_window(own, self.config, spec.trained_length)
@@ -110,7 +117,11 @@ class PagedCache(Cache):
             key = geometry, keep_sinks, policy
             if key not in groups:
                 groups[key] = LayerGroup(
-                    geometry, keep_sinks=keep_sinks, policy=policy, arena=self._arena(key)
+                    geometry,
+                    keep_sinks=keep_sinks,
+                    policy=policy,
+                    arena=self._arena(key),
+                    eviction=eviction,
                 )
             layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
         self.groups += groups.values()
@@ -125,7 +136,8 @@ class PagedCache(Cache):
 
     def _arena(self, key: Hashable) -> BlockArena:
         if self._store is None:
-            return BlockArena(self.config.max_gpu_blocks)
+            host = HostTier(self.config.max_cpu_blocks) if self.config.cpu_offload else None
+            return BlockArena(self.config.max_gpu_blocks, host)
         with self._lock:
             return self._store.arena(key)
 
@@ -293,6 +305,12 @@ class PagedCache(Cache):
         if valid.shape[1] > 1:  # a prompt: others may begin with it from now on
             self._keep(partial=False)
         self._end_turn()
+
+    def prune(self) -> None:
+        """Drop what ``prune_ratio`` says of the blocks; called after each pass of the model."""
+        with self._lock.alone(self):
+            for group in self.groups:
+                group.prune()
 
     def drop_dead_step(self) -> None:
         """Undo the step that a compiled graph of this thread began and, failing, never ended."""

@@ -96,4 +96,6 @@ def _(
 @torch.library.custom_op("omlx_cache::end_step", mutates_args=("handle",), tags=_TAGS)
 def end_step(handle: torch.Tensor) -> None:
     """Make what the step stored part of the cache."""
-    _cache_of(handle).end_step()
+    cache = _cache_of(handle)
+    cache.end_step()
+    cache.prune()

@@ -186,6 +186,33 @@ def check_model_bits(config: CacheConfig, actual_bits: int | None) -> None:
     )
 
 
+def _said(given: Mapping[str, Given], key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return key in given and given[key].value != _FIELDS[key].default
+
+
+def _needless(given: Mapping[str, Given], key: str, other: str, use: Any) -> list[str]:
+    """Return a line when a key is given that means nothing without another one."""
+    if not _said(given, key) or _said(given, other):
+        return []
+    return [
+        f"{given[key].path}{given[key].place} means nothing without {other}; set {other} to "
+        f"{use!r}, or delete {key}"
+    ]
+
+
+def _together(given: Mapping[str, Given]) -> list[str]:
+    """Return a line for each of the keys that can't be used with ``prefix_cache`` yet."""
+    if not _said(given, "prefix_cache"):
+        return []
+    return [
+        f"{given[key].path}{given[key].place} can't be used with kv_cache.prefix_cache: what is "
+        f"kept for later texts must be whole, and on the device; delete one of them"
+        for key in ("pruning", "cpu_offload")
+        if _said(given, key)
+    ]
+
+
 def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[str]:
     """Return a line for each pair of legal values that exclude each other."""
     lines = []
@@ -196,6 +223,9 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
         lines.append(
             f"{which} exclude each other: each says how older tokens are stored; delete all but one"
         )
+    lines += _needless(given, "prune_ratio", "pruning", "topk")
+    lines += _needless(given, "max_cpu_blocks", "cpu_offload", True)
+    lines += _together(given)
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")
     )

@@ -1,11 +1,10 @@
 """The keys of the configuration: section, default, what is accepted, and what each one does.
 
-kv_cache:      block_size, max_gpu_blocks, cpu_offload, disk_cache, recent_tokens, prefill_chunk,
-               prefix_cache, prefix_cache_blocks
-               later: max_cpu_blocks, recall, max_disk_bytes
+kv_cache:      block_size, max_gpu_blocks, cpu_offload, max_cpu_blocks, recall, recall_blocks,
+               disk_cache, recent_tokens, prefill_chunk, prefix_cache, prefix_cache_blocks
+               later: max_disk_bytes
 quantization:  model_bits, cache_bits, tiers, target_saving, keep_layers
-attention:     window_size, sink_tokens, pruning
-               later: prune_ratio
+attention:     window_size, sink_tokens, pruning, prune_ratio
 """
 
 from __future__ import annotations
@@ -39,16 +38,37 @@ class ConfigFields(BaseModel):
         "an integer of at least 1, or null (no bound)",
         "The most blocks that the pool on the model's device may hold at once: over all sequences, "
         "counted once for each group of layers that share a block table, whatever a block's "
-        "precision. The step that would need more raises OutOfBlocksError and leaves the cache as "
-        "it was; nothing is dropped or moved yet. A long sequence needs at least "
-        "window_size / block_size blocks, rounded up, and one for the sinks. null: the pool grows "
-        "as needed.",
+        "precision. Where a step needs more, blocks move away with cpu_offload, or are dropped with "
+        "pruning; else it raises OutOfBlocksError and leaves the cache as it was. null: the pool "
+        "grows as needed.",
     )
     cpu_offload: bool = key(
         "kv_cache",
         False,
         "true or false",
-        "Whether blocks move to CPU memory when the pool is full. Only false has landed.",
+        "Whether blocks move to CPU memory when max_gpu_blocks leaves no room for new ones: those "
+        "that are worth least, see pruning. They are still attended to, as recall says.",
+    )
+    max_cpu_blocks: Positive | None = key(
+        "kv_cache",
+        None,
+        "an integer of at least 1, or null (no bound)",
+        "The most blocks in CPU memory, counted as max_gpu_blocks is. With pruning the least "
+        "valuable are dropped when it is reached; without, the step raises OutOfBlocksError.",
+    )
+    recall: Literal["all", "topk"] = key(
+        "kv_cache",
+        "all",
+        "all or topk",
+        "Which of the blocks in CPU memory a step attends to: all of them, which gives the text "
+        "that a cache without offloading gives, or the recall_blocks of them that promise the most "
+        "attention, which bounds the time of a step.",
+    )
+    recall_blocks: Positive = key(
+        "kv_cache",
+        16,
+        "an integer of at least 1",
+        "With recall: topk, how many blocks in CPU memory a sequence attends to in a step.",
     )
     disk_cache: bool | Directory = key(
         "kv_cache",
@@ -152,10 +172,23 @@ class ConfigFields(BaseModel):
         ge=0,
         le=64,
     )
-    pruning: Literal["oldest", "topk", "random"] = key(
+    pruning: Literal["oldest", "topk", "random"] | None = key(
         "attention",
-        "oldest",
-        "oldest, topk or random",
-        "Which block is worth least when max_gpu_blocks is reached. Only oldest has landed, and "
-        "only as a name: no block is dropped yet, a full pool raises OutOfBlocksError.",
+        None,
+        "oldest, topk, random or null",
+        "Which blocks are worth least: the oldest, those that have got the least attention lately "
+        "(topk), or random ones. They are dropped where max_gpu_blocks leaves no room for new ones, "
+        "and as prune_ratio says; with cpu_offload they move to CPU memory instead, and are dropped "
+        "only where max_cpu_blocks leaves no room there. The sinks and the recent tokens always "
+        "stay. null: nothing is dropped.",
+    )
+    prune_ratio: float = key(
+        "attention",
+        0.0,
+        "a number from 0 up to, but not including, 1",
+        "With pruning, the share of the blocks behind the recent tokens that is dropped in any "
+        "case, after each forward pass of the model. What is dropped is lost to the text: facts "
+        "that later questions ask for may be gone.",
+        ge=0,
+        lt=1,
     )

@@ -66,6 +66,7 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
         with step, cache.collect(wants_weights) as found:
             outputs.append(original(**part, **{name: cache}, use_cache=True, return_dict=True))
         weights.append(found)
+    cache.prune()
     output = _join(outputs)
     if wants_weights:
         output.attentions = _join_weights(weights)

@@ -13,13 +13,17 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from omlx_cache import cropping
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_arena import BlockArena
-from omlx_cache.block_pool import LayerPool, reopen_block
+from omlx_cache.block_mass import StepMass, add_step
+from omlx_cache.block_pool import LayerPool
+from omlx_cache.eviction import Evictor
 from omlx_cache.observer import Observer
 from omlx_cache.plan import StepPlan
 from omlx_cache.policy.choice import Policy
-from omlx_cache.sequences import Geometry, Sequence, StoredBlock
+from omlx_cache.policy.eviction import EvictionPolicy
+from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.launch import blocks_per_split
 from omlx_kernels.layout import Tier
@@ -44,6 +48,7 @@ class LayerGroup:
         keep_sinks: whether sink tokens stay visible outside the window.
         policy: which tier a block belongs to.
         arena: where the rows' blocks come from.
+        eviction: which blocks leave, and when; None: none does.
     """
 
     def __init__(
@@ -53,11 +58,14 @@ class LayerGroup:
         keep_sinks: bool,
         policy: Policy,
         arena: BlockArena,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
         self.geometry, self.keep_sinks, self.policy = geometry, keep_sinks, policy
         self.arena = arena
         self._rows: list[Sequence] = []
         arena.members.append(self._rows)
+        self._evictor = None if eviction is None else Evictor(eviction, geometry, arena, self._rows)
+        self.mass: StepMass | None = None  # of the step in progress, where it is asked for
         self.step: StepPlan | None = None
         self.keep_past = False
         self.observer: Observer | None = None
@@ -100,11 +108,34 @@ class LayerGroup:
             OutOfBlocksError: when they will not; nothing is changed.
         """
         free = self.arena.num_available
-        if free is None:
+        if free is None or not steps:
             return
+        worst = max(self._needs(steps))
+        if self._evictor is not None and self._evictor.can_make_room:
+            self._evictor.check_room(worst, steps)
+        elif worst > free:
+            raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
+
+    def check_room(self, count: int, removed: SequenceType[int]) -> None:
+        """Make room for ``count`` blocks beside rows that lose their last ``removed`` tokens.
+
+        Raises:
+            OutOfBlocksError: there can't be that much; nothing is changed.
+        """
+        if self._evictor is None:
+            self.blocks.require(count)
+        else:
+            lengths = [row.length - n for row, n in zip(self.rows, removed, strict=True)]
+            self._evictor.make_room(count, lengths)
+
+    def _needs(self, steps: SequenceType[SequenceType[int]]) -> list[int]:
+        """Return for each of several steps in a row the blocks that it needs beside those in use.
+
+        What leaves the window in one step is there for the next.
+        """
         lengths = [row.length for row in self.rows]
-        first = [self._first_live(row) for row in self.rows]
-        needed, worst = self._shared_tails(steps), 0
+        first = [self.first_live(row) for row in self.rows]
+        needed, needs = self._shared_tails(steps), []
         for new_tokens in steps:
             before = lengths
             lengths = [n + new for n, new in zip(before, new_tokens, strict=True)]
@@ -112,15 +143,14 @@ class LayerGroup:
                 self.geometry.num_blocks(after) - self.geometry.num_blocks(old)
                 for old, after in zip(before, lengths, strict=True)
             )
-            worst = max(worst, needed)
+            needs.append(needed)
             if self.keep_past or self._is_sharing():
                 continue  # what a row releases may stay with others: count nothing as freed
             released = map(self.geometry.num_released, lengths)
             still_live = [max(pair) for pair in zip(first, released, strict=True)]
             needed -= sum(still_live) - sum(first)
             first = still_live
-        if worst > free:
-            raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
+        return needs
 
     def _is_sharing(self) -> bool:
         return any(self.arena.num_holders(b) > 1 for row in self.rows for b in row.blocks)
@@ -138,12 +168,14 @@ class LayerGroup:
             for tail, length in zip(tails, lengths, strict=True)
         )
 
-    def _first_live(self, row: Sequence) -> int:
-        """Return the number of blocks that the row has already released."""
-        return self.geometry.num_blocks(row.length) - len(row.blocks)
+    def first_live(self, row: Sequence) -> int:
+        """Return the number of blocks that a row has already released."""
+        return self.geometry.num_blocks(row.length) - len(row.blocks) - row.num_absent
 
     def begin(self, new_tokens: list[int], valid: np.ndarray | None) -> None:
         """Plan a step; see `StepPlan`, which raises OutOfBlocksError without changing anything."""
+        if self._evictor is not None:
+            self._evictor.make_room(self._needs([new_tokens])[0])
         self.step = StepPlan(
             self.rows,
             new_tokens,
@@ -155,23 +187,48 @@ class LayerGroup:
             split_size=self._split_size,
             release=not self.keep_past,
         )
+        if self._evictor is not None and self._evictor.policy.needs_mass:
+            self.mass = StepMass()
 
     def _split_size(self, row_blocks: list[int], device: torch.device) -> int:
         """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split.
 
-        With an observer it is one, so that the mass of a split is that of a block.
+        Where the mass is watched it is one, so that the mass of a split is that of a block.
         """
-        if self.observer is not None:
+        if self.watches_mass:
             return 1
         if device.type != "cuda":
             return max(row_blocks, default=0) or 1
         kv_heads = self.pools[0].format.num_kv_heads
         return blocks_per_split(row_blocks, kv_heads, num_multiprocessors(device))
 
+    @property
+    def watches_mass(self) -> bool:
+        """Whether somebody wants to know the attention that each block gets in the step."""
+        return self.observer is not None or self.mass is not None
+
     def commit(self) -> None:
         """Finish the step in progress, and give back the memory that it freed."""
         self.step.commit()
+        if self.mass is not None:
+            add_step(self.rows, [row.new_tokens for row in self.step.rows], self._masses())
         self._end()
+
+    def _masses(self) -> list[tuple[int, int, float]]:
+        """Return the attention that each block got in the step: row, start of the block, mass."""
+        masses = self.mass.collect()
+        if masses is None:
+            return []
+        return [
+            (row, start, mass)
+            for (row, start), mass in zip(self.step.split_blocks, masses, strict=True)
+            if start is not None
+        ]
+
+    def prune(self) -> None:
+        """Drop what the configuration wants dropped whether there is room or not."""
+        if self._evictor is not None:
+            self._evictor.prune()
 
     def rollback(self) -> None:
         """Undo the step in progress."""
@@ -179,7 +236,7 @@ class LayerGroup:
         self._end()
 
     def _end(self) -> None:
-        self.step = None
+        self.step = self.mass = None
         self.arena.settle()
 
     def select(self, indices: SequenceType[int]) -> None:
@@ -187,9 +244,8 @@ class LayerGroup:
         chosen = [self.rows[i] for i in indices]
         self.arena.share(chosen)
         old = list(self.rows)
-        self.rows = [Sequence(row.length, row.sink_page, list(row.blocks)) for row in chosen]
-        for row in old:
-            self.arena.release(row.blocks, row.sink_page)
+        self.rows = [row.copy() for row in chosen]
+        self.arena.release_rows(old)
         self.arena.settle()
 
     def clear(self) -> None:
@@ -208,91 +264,15 @@ class LayerGroup:
 
     def empty(self, indices: SequenceType[int]) -> None:
         """Release what some rows hold; they are empty rows then."""
+        self.arena.release_rows(self.rows[i] for i in indices)
         for i in indices:
-            self.arena.release(self.rows[i].blocks, self.rows[i].sink_page)
             self.rows[i] = Sequence()
         self.arena.settle()
 
     def check_crop(self, removed: SequenceType[int]) -> None:
-        """Check that each row can lose its last ``removed`` tokens.
-
-        Raises:
-            ValueError: when a shorter row's window reaches back to blocks that were released.
-            OutOfBlocksError: when the blocks that must be re-opened don't fit.
-        """
-        for i, (row, count) in enumerate(zip(self.rows, removed, strict=True)):
-            if self._first_live(row) > self.geometry.num_released(row.length - count):
-                raise ValueError(
-                    f"crop: row {i} must keep what its window of {self.geometry.window_size} "
-                    f"tokens sees, got {count} tokens to remove after older blocks were released; "
-                    f"call cache.activate_past_recording() before the step that is to be undone"
-                )
-        cut = [
-            self._cut_block(row, row.length - count)
-            for row, count in zip(self.rows, removed, strict=True)
-        ]
-        self.blocks.require(
-            sum(b is not None and self.blocks.refs(b.tier, b.index) > 1 for b in cut)
-        )
-
-    def _cut_block(self, row: Sequence, length: int) -> StoredBlock | None:
-        """Return the quantized block of ``row`` in which a sequence of ``length`` would end."""
-        end = self.geometry.block_size
-        for block in reversed(row.blocks):
-            if block.start < length < block.start + end:
-                return None if block.tier is Tier.HOT else block
-        return None
+        """Check that each row can lose its last ``removed`` tokens; see `cropping.check_crop`."""
+        cropping.check_crop(self, removed)
 
     def crop(self, removed: SequenceType[int]) -> None:
-        """Remove each row's last tokens, and the blocks that its window has left behind.
-
-        A quantized block that is cut is re-opened as hot.
-
-        Raises:
-            OutOfMemoryError: when there is no room to re-open one; nothing is changed.
-        """
-        reopened = self._reopen_cut_blocks(removed)
-        for row, count, new in zip(self.rows, removed, reopened, strict=True):
-            row.length -= count
-            if new is not None:
-                self.arena.release([b for b in row.blocks if b.start == new.start], None)
-                row.blocks = [new if b.start == new.start else b for b in row.blocks]
-            gone = [
-                b
-                for b in row.blocks
-                if b.start >= row.length or self.geometry.is_released(b, row.length)
-            ]
-            self.arena.release(gone, None)
-            row.blocks = [b for b in row.blocks if b not in gone]
-            if not row.length and row.sink_page is not None:
-                self.arena.release([], row.sink_page)
-                row.sink_page = None
-        self.arena.settle()
-
-    def _reopen_cut_blocks(self, removed: SequenceType[int]) -> list[StoredBlock | None]:
-        """Copy each quantized block that a shorter row would end in to a hot block of its own."""
-        taken: list[StoredBlock | None] = []
-        try:
-            for row, count in zip(self.rows, removed, strict=True):
-                cut = self._cut_block(row, row.length - count)
-                taken.append(None if cut is None else self._reopen(cut))
-        except BaseException:
-            self.arena.release([block for block in taken if block is not None], None)
-            self.arena.settle()
-            raise
-        return taken
-
-    def _reopen(self, block: StoredBlock) -> StoredBlock:
-        """Write one holder's share of a quantized block into a hot block."""
-        if self.blocks.refs(block.tier, block.index) > 1:
-            (index,) = self.blocks.allocate(Tier.HOT, 1)
-        else:
-            index = self.blocks.begin_replace(block.tier, block.index, Tier.HOT)
-        try:
-            for pool in self.pools:
-                pool.fit(self.capacity())
-                reopen_block(pool.blocks, block.tier, block.index, index)
-        except BaseException:
-            self.blocks.release(Tier.HOT, index)
-            raise
-        return StoredBlock(block.start, Tier.HOT, index)
+        """Remove each row's last tokens, and the blocks that its window has left behind."""
+        cropping.crop(self, removed)

@@ -109,8 +109,8 @@ class PagedLayer(CacheLayerMixin):
         blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
         batch, heads, columns, dim = query.shape
         operands, sight = self.operands(query)
-        observer, mass = self.group.observer, None
-        if observer is not None:
+        group, mass = self.group, None
+        if group.watches_mass:
             shape = (tables.meta.splits.shape[0], heads)
             mass = torch.empty(shape, dtype=torch.float32, device=query.device)
         out = ops.paged_attention(
@@ -122,8 +122,10 @@ class PagedLayer(CacheLayerMixin):
             sink_logits=sink_logits if sink_logits is None else sink_logits.detach(),
             split_mass=mass,
         )
-        if observer is not None:
-            observer(self.index, tables.meta, mass)
+        if group.observer is not None:
+            group.observer(self.index, tables.meta, mass)
+        if group.mass is not None:
+            group.mass.add(mass)
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)
             out = padded.index_copy_(0, tables.token_index, out)

@@ -8,12 +8,13 @@ cache exactly, whichever layers had already run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_arena import BlockArena
 from omlx_cache.policy.choice import Policy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
@@ -24,7 +25,7 @@ from omlx_cache.tables import (
     slots_of_row,
     tables_of_rows,
 )
-from omlx_kernels.layout import Tier
+from omlx_kernels.layout import BLOCK_TIERS, Tier
 from omlx_kernels.metadata import AttentionMetadata
 
 SplitSize = Callable[[list[int], torch.device], int]
@@ -60,6 +61,7 @@ class RowPlan:
     sequence: Sequence
     new_tokens: int
     blocks: list[StoredBlock] = field(default_factory=list)  # during the step
+    recalled: list[StoredBlock] = field(default_factory=list)  # in CPU memory, attended to
     taken: list[StoredBlock] = field(default_factory=list)  # allocated for the step
     given_up: list[StoredBlock] = field(default_factory=list)  # shared ones, copied on write
     sink_page: int | None = None
@@ -106,7 +108,7 @@ class StepPlan:
         self._release = release
         self.geometry, self.policy, self.valid = geometry, policy, valid
         self._arena, self._others = arena, others
-        self._blocks, self._pages = arena.blocks, arena.pages
+        self._blocks, self._pages, self._host = arena.blocks, arena.pages, arena.host
         self._split_size = split_size
         self._devices: dict[torch.device, DeviceTables] = {}
         self.rows = [RowPlan(row, n) for row, n in zip(rows, new_tokens, strict=True)]
@@ -119,7 +121,13 @@ class StepPlan:
         self.page_copies: list[tuple[int, int]] = []
         for row, row_starts, tail in zip(self.rows, starts, shared, strict=True):
             self._extend(row, row_starts, tail)
-        self.conversions = self._age()
+        self.conversions = self._age(
+            [(row.blocks, row.length) for row in self.rows],
+            [(row.blocks, row.length) for row in others],
+            self._blocks,
+            arena.num_holders,
+        )
+        self.offloaded_conversions = self._age_offloaded()
 
     def _shared_tail(self, row: RowPlan) -> StoredBlock | None:
         """Return the row's partial block when others hold it too: writing needs a copy."""
@@ -151,61 +159,121 @@ class StepPlan:
             (row.sink_page,) = self._pages.allocate(Tier.SINK, 1)
             self.page_copies.append((row.old_sink_page, row.sink_page))
 
-    def _age(self) -> dict[StoredBlock, StoredBlock]:
-        """Give each full block that every holder wants colder an id in the colder tier."""
+    def _age(
+        self,
+        own: list[tuple[list[StoredBlock], int]],
+        others: list[tuple[list[StoredBlock], int]],
+        allocator: BlockAllocator,
+        num_holders: Callable[[StoredBlock], int],
+    ) -> dict[StoredBlock, StoredBlock]:
+        """Give each full block that every holder wants colder an id in the colder tier.
+
+        Args:
+            own: the blocks and the length after the step of each row of the step.
+            others: the same of all other rows.
+            allocator: of the blocks.
+            num_holders: how many rows hold a block.
+        """
         wanted: dict[StoredBlock, list[Tier]] = {}
-        for row in self.rows:
-            for block in row.blocks:
-                if not self._leaves(block, row):
-                    tier = self.policy.tier_of(block.start + self.geometry.block_size, row.length)
+        for blocks, length in own:
+            for block in blocks:
+                if not self._leaves(block, length):
+                    tier = self._tier_of(block, length)
                     if tier > block.tier:
                         wanted.setdefault(block, []).append(tier)
-        for sequence in self._others if wanted else ():
-            for block in wanted.keys() & set(sequence.blocks):
-                tier = self.policy.tier_of(block.start + self.geometry.block_size, sequence.length)
+        for blocks, length in others if wanted else ():
+            for block in wanted.keys() & set(blocks):
+                tier = self._tier_of(block, length)
                 if tier > block.tier:
                     wanted[block].append(tier)
         moves = {}
         for block, tiers in wanted.items():
-            if len(tiers) == self._arena.num_holders(block):
+            if len(tiers) == num_holders(block):
                 tier = min(tiers)  # the warmest that a holder asks for
-                index = self._blocks.begin_replace(block.tier, block.index, tier)
+                index = allocator.begin_replace(block.tier, block.index, tier)
                 moves[block] = StoredBlock(block.start, tier, index)
         return moves
 
-    def _leaves(self, block: StoredBlock, row: RowPlan) -> bool:
-        return self._release and self.geometry.is_released(block, row.length)
+    def _age_offloaded(self) -> dict[StoredBlock, StoredBlock]:
+        """Do the same for the blocks in CPU memory."""
+        if self._host is None:
+            return {}
+        allocator = self._host.blocks
+        return self._age(
+            [(row.sequence.offloaded, row.length) for row in self.rows],
+            [(row.offloaded, row.length) for row in self._others],
+            allocator,
+            lambda block: allocator.refs(block.tier, block.index),
+        )
+
+    def _tier_of(self, block: StoredBlock, length: int) -> Tier:
+        return self.policy.tier_of(block.start + self.geometry.block_size, length)
+
+    def _leaves(self, block: StoredBlock, length: int) -> bool:
+        return self._release and self.geometry.is_released(block, length)
+
+    def _kept(
+        self,
+        blocks: list[StoredBlock],
+        length: int,
+        conversions: Mapping[StoredBlock, StoredBlock],
+        allocator: BlockAllocator,
+    ) -> list[StoredBlock]:
+        """Return what a row holds of some blocks after the step, and let go of the rest."""
+        kept = []
+        for block in blocks:
+            leaves = self._leaves(block, length)
+            if leaves or block in conversions:
+                allocator.release(block.tier, block.index)
+            if not leaves:
+                kept.append(conversions.get(block, block))
+        return kept
 
     def commit(self) -> None:
         """Make the step's result the state of the rows, and release what left."""
         for row in self.rows:
-            kept = []
-            for block in row.blocks:
-                if self._leaves(block, row):
-                    self._blocks.release(block.tier, block.index)
-                elif block in self.conversions:
-                    kept.append(self.conversions[block])
-                    self._blocks.release(block.tier, block.index)
-                else:
-                    kept.append(block)
+            kept = self._kept(row.blocks, row.length, self.conversions, self._blocks)
             for block in row.given_up:
                 self._blocks.release(block.tier, block.index)
             if row.old_sink_page not in (None, row.sink_page):
                 self._pages.release(Tier.SINK, row.old_sink_page)
             sequence = row.sequence
             sequence.length, sequence.sink_page, sequence.blocks = row.length, row.sink_page, kept
+            if sequence.offloaded:
+                sequence.offloaded = self._kept(
+                    sequence.offloaded, row.length, self.offloaded_conversions, self._host.blocks
+                )
+            if self._release:
+                sequence.forget_before(self.geometry.first_live(row.length))
         self._arena.convert(self.conversions, self._others)
+        self._arena.convert_offloaded(self.offloaded_conversions, self._others)
 
     def rollback(self) -> None:
         """Release everything that the step took; the rows were never touched."""
         for new in self.conversions.values():
-            while self._blocks.refs(new.tier, new.index):
-                self._blocks.release(new.tier, new.index)
+            _cancel(self._blocks, new)
+        for new in self.offloaded_conversions.values():
+            _cancel(self._host.blocks, new)
         for row in self.rows:
             for block in row.taken:
                 self._blocks.release(block.tier, block.index)
             if row.sink_page != row.old_sink_page:
                 self._pages.release(Tier.SINK, row.sink_page)
+
+    @property
+    def split_blocks(self) -> list[tuple[int, int | None]]:
+        """Name the splits of the step where each reads one block: row, start of its block.
+
+        None instead of a start is the sink page.
+        """
+        return [
+            (i, start)
+            for i, row in enumerate(self.rows)
+            for start in [
+                *([] if row.sink_page is None else [None]),
+                *(b.start for tier in BLOCK_TIERS for b in row.blocks if b.tier is tier),
+            ]
+        ]
 
     def tables(self, device: torch.device) -> DeviceTables:
         """Return the step's tensors on ``device``, sent there on first use."""
@@ -271,3 +339,8 @@ class StepPlan:
                 arrays[name][index] = packed
             arrays["token_index"] = index
         return arrays
+
+
+def _cancel(allocator: BlockAllocator, block: StoredBlock) -> None:
+    while allocator.refs(block.tier, block.index):
+        allocator.release(block.tier, block.index)

@@ -8,7 +8,7 @@ Positions count a sequence's real tokens from 0. With ``S = sink_tokens`` and ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from omlx_kernels.layout import Tier
 
@@ -30,11 +30,43 @@ class Sequence:
         length: tokens stored so far, sinks included, padding excluded.
         sink_page: physical sink page; None before the first token, or without sinks.
         blocks: live blocks in the order of their positions.
+        offloaded: blocks in CPU memory, in the order of their positions.
+        dropped: starts of the blocks that pruning has dropped, inside of the window.
+        mass: by the start of a block, the attention that it has got lately; see
+            `omlx_cache.block_mass`. Empty where nobody asks.
     """
 
     length: int = 0
     sink_page: int | None = None
     blocks: list[StoredBlock] = field(default_factory=list)
+    offloaded: list[StoredBlock] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    mass: dict[int, float] = field(default_factory=dict)
+
+    def copy(self) -> Sequence:
+        """Return a row that holds the same."""
+        return replace(
+            self,
+            blocks=list(self.blocks),
+            offloaded=list(self.offloaded),
+            dropped=set(self.dropped),
+            mass=dict(self.mass),
+        )
+
+    def forget_before(self, position: int) -> None:
+        """Forget what is known of the absent blocks that begin before ``position``."""
+        self.dropped = {start for start in self.dropped if start >= position}
+        self.mass = {start: mass for start, mass in self.mass.items() if start >= position}
+
+    def forget_from(self, position: int) -> None:
+        """Forget what is known of the absent blocks that begin at ``position`` or later."""
+        self.dropped = {start for start in self.dropped if start < position}
+        self.mass = {start: mass for start, mass in self.mass.items() if start < position}
+
+    @property
+    def num_absent(self) -> int:
+        """Blocks that the row has, but not on the device."""
+        return len(self.offloaded) + len(self.dropped)
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,10 @@ class Geometry:
         origin, size = self.sink_tokens, self.block_size
         return range(origin + first * size, origin + last * size, size)
 
+    def num_full(self, length: int) -> int:
+        """Blocks that ``length`` tokens have filled."""
+        return max(0, length - self.sink_tokens) // self.block_size
+
     def num_released(self, length: int) -> int:
         """Blocks, from the first on, that no query at position ``length`` or later can see.
 
@@ -71,7 +107,10 @@ class Geometry:
             return 0
         return max(0, (length - self.window_size - self.sink_tokens + 1) // self.block_size)
 
+    def first_live(self, length: int) -> int:
+        """Return the start of the first block that a later query can see."""
+        return self.sink_tokens + self.num_released(length) * self.block_size
+
     def is_released(self, block: StoredBlock, length: int) -> bool:
         """Whether no query at position ``length`` or later can see ``block``."""
-        released = self.num_released(length) * self.block_size
-        return block.start < self.sink_tokens + released
+        return block.start < self.first_live(length)

@@ -28,13 +28,15 @@ class OutOfBlocksError(RuntimeError):
     Attributes:
         needed: blocks that the request needs on top of those in use.
         free: blocks that were free.
-        total: blocks that the pool may hold (``max_gpu_blocks``).
+        total: blocks that the pool may hold.
+        bound: the key of the configuration that says so.
     """
 
-    def __init__(self, needed: int, free: int, total: int) -> None:
-        self.needed, self.free, self.total = needed, free, total
+    def __init__(self, needed: int, free: int, total: int, bound: str = "max_gpu_blocks") -> None:
+        self.needed, self.free, self.total, self.bound = needed, free, total, bound
+        elsewhere = "cpu_offload or pruning" if bound == "max_gpu_blocks" else "pruning"
         super().__init__(
             f"out of cache blocks: {needed} needed, {free} free, {total} configured "
-            f"(max_gpu_blocks); raise max_gpu_blocks, set a smaller window_size, shorten the "
+            f"({bound}); raise {bound}, use {elsewhere}, set a smaller window_size, shorten the "
             f"prompt, or release a sequence. The cache is unchanged"
         )

@@ -1,0 +1,123 @@
+"""Blocks in CPU memory: where they go when the device has no room for them.
+
+A block moves as it is, in the precision that it has. It stays part of its rows, and goes on
+getting colder there. It is copied on the device's current stream, before anything can be written
+to where it was; `HostTier.wait` lets the CPU look only at what has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+
+from omlx_cache.block_allocator import BlockAllocator
+from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
+from omlx_cache.sequences import StoredBlock
+from omlx_kernels.layout import BLOCK_TIERS, Tier
+
+CPU = torch.device("cpu")
+
+
+class HostTier:
+    """The blocks of one arena that are in CPU memory, and their tensors.
+
+    Args:
+        max_blocks: bound on the blocks; None is no bound.
+
+    Attributes:
+        blocks: who holds which block.
+        pools: the tensors, by the index of the layer; pinned where the device is a GPU.
+        meter: bytes held, now and at most.
+    """
+
+    def __init__(self, max_blocks: int | None) -> None:
+        self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
+        self.pools: dict[int, LayerPool] = {}
+        self.meter = MemoryMeter()
+        self._arriving: list[torch.cuda.Event] = []
+
+    def __deepcopy__(self, memo: dict) -> HostTier:
+        self.wait()
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update({k: deepcopy(v, memo) for k, v in vars(self).items()})
+        return copied
+
+    def capacity(self) -> dict[Tier, int]:
+        """Return the blocks of each tier that the layers' tensors must hold."""
+        return {Tier.SINK: 0, **{tier: self.blocks.capacity(tier) for tier in BLOCK_TIERS}}
+
+    def take(self, pools: dict[int, LayerPool], blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
+        """Copy blocks out of the device's pools; each has one holder here, and one there less to be.
+
+        Args:
+            pools: of the device, by layer.
+            blocks: to copy.
+
+        Returns:
+            Where each of them is now.
+
+        Raises:
+            OutOfBlocksError, MemoryError: there is no room; nothing is changed.
+        """
+        self.blocks.require(len(blocks))
+        copies: list[StoredBlock] = []
+        try:
+            for block in blocks:
+                (index,) = self.blocks.allocate(block.tier, 1)
+                copies.append(StoredBlock(block.start, block.tier, index))
+            for layer, pool in pools.items():
+                self._receive(layer, pool, list(zip(blocks, copies, strict=True)))
+        except BaseException:
+            for block in copies:
+                self.blocks.release(block.tier, block.index)
+            raise
+        devices = {pool.device for pool in pools.values() if pool.device.type == "cuda"}
+        self._arriving += [_recorded(device) for device in devices]
+        return copies
+
+    def _receive(
+        self, layer: int, pool: LayerPool, moves: list[tuple[StoredBlock, StoredBlock]]
+    ) -> None:
+        if layer not in self.pools:
+            pinned = pool.device.type == "cuda"
+            self.pools[layer] = LayerPool(pool.format, CPU, self.meter, is_pinned=pinned)
+        own = self.pools[layer]
+        own.fit(self.capacity())
+        for tier in BLOCK_TIERS:
+            pairs = [(old.index, new.index) for old, new in moves if old.tier is tier]
+            targets = own.blocks.tier(tier).tensors()
+            for part, source in pool.blocks.tier(tier).tensors().items():
+                for old, new in pairs:
+                    targets[part][new].copy_(source[old], non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait until every block that was taken has arrived."""
+        while self._arriving:
+            self._arriving.pop().synchronize()
+
+    def settle(self) -> dict[Tier, dict[int, int]]:
+        """Close the gaps that released blocks have left, and give their memory back.
+
+        Returns:
+            by tier, old id -> new id of the blocks that moved; whoever holds one must follow.
+        """
+        moves = {tier: self.blocks.compact(tier) for tier in BLOCK_TIERS}
+        if any(moves.values()):
+            self.wait()
+            for pool in self.pools.values():
+                for tier, pairs in moves.items():
+                    copy_blocks(pool.blocks.tier(tier), list(pairs.items()))
+        capacity = self.capacity()
+        if any(pool.exceeds(capacity) for pool in self.pools.values()):
+            self.wait()
+            for pool in self.pools.values():
+                pool.shrink(capacity)
+        return moves
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
