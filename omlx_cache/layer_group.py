@@ -186,6 +186,7 @@ class LayerGroup:
             policy=self.policy,
             split_size=self._split_size,
             release=not self.keep_past,
+            recall=lambda row: list(row.offloaded),
         )
         if self._evictor is not None and self._evictor.policy.needs_mass:
             self.mass = StepMass()

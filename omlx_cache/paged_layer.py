@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
 from omlx_cache.compat import CacheLayerMixin
+from omlx_cache.host_attention import attend_in_parts, attend_on_host, new_mass
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.rotary import Rotation
 from omlx_kernels import ops
-from omlx_kernels.layout import BlockFormat
+from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier
+
+
+def convert(
+    blocks: LayerBlocks, conversions: list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]
+) -> None:
+    """Convert blocks: (tier, colder tier, ids, ids there) each."""
+    for old, new, old_ids, new_ids in conversions:
+        ops.convert_blocks(blocks.tier(old), blocks.tier(new), old, new, old_ids, new_ids)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -106,31 +117,34 @@ class PagedLayer(CacheLayerMixin):
             [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
         """
         self._store(key, value)
-        blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
+        group, step = self.group, self.group.step
+        blocks, tables = self.pool.blocks, step.tables(query.device)
         batch, heads, columns, dim = query.shape
-        operands, sight = self.operands(query)
-        group, mass = self.group, None
-        if group.watches_mass:
-            shape = (tables.meta.splits.shape[0], heads)
-            mass = torch.empty(shape, dtype=torch.float32, device=query.device)
-        out = ops.paged_attention(
-            *operands,
-            **sight,
-            sm_scale=sm_scale,
-            rotated_v=self.group.policy.rotates_values,
-            softcap=softcap,
-            sink_logits=sink_logits if sink_logits is None else sink_logits.detach(),
-            split_mass=mass,
+        (q, *operands), sight = self.operands(query)
+        scoring = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
+        scoring |= {"softcap": softcap, "window_size": sight.pop("window_size")}
+        logits = None if sink_logits is None else sink_logits.detach()
+        here = partial(
+            ops.paged_attention, q, *operands, **sight, **scoring, sink_logits=logits
         )
+        there = step.host_tables()
+        if there is None:
+            mass = new_mass(tables.meta, q) if group.watches_mass else None
+            out = here(split_mass=mass)
+        else:
+            offloaded = partial(attend_on_host, group.arena.host, self.index, q, **scoring)
+            metas = tables.meta, there.meta
+            out, mass = attend_in_parts(q, metas, here, offloaded, group.watches_mass)
         if group.observer is not None:
-            group.observer(self.index, tables.meta, mass)
+            group.observer(self.index, tables.meta, mass[: tables.meta.splits.shape[0]])
         if group.mass is not None:
             group.mass.add(mass)
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)
             out = padded.index_copy_(0, tables.token_index, out)
-        for old, new, old_ids, new_ids in tables.convert:
-            ops.convert_blocks(blocks.tier(old), blocks.tier(new), old, new, old_ids, new_ids)
+        convert(blocks, tables.convert)
+        if there is not None:
+            convert(group.arena.host.pools[self.index].blocks, there.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
 
     def operands(self, query: torch.Tensor) -> tuple[tuple, dict]:

@@ -16,6 +16,7 @@ import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_arena import BlockArena
+from omlx_cache.host_tier import CPU
 from omlx_cache.policy.choice import Policy
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
 from omlx_cache.tables import (
@@ -55,6 +56,19 @@ class DeviceTables:
 
 
 @dataclass
+class HostTables:
+    """What a step does to blocks in CPU memory; tensors on the CPU.
+
+    Attributes:
+        meta: tables of the blocks that it attends to.
+        convert: as in `DeviceTables`.
+    """
+
+    meta: AttentionMetadata
+    convert: list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]
+
+
+@dataclass
 class RowPlan:
     """What a step does to one sequence."""
 
@@ -87,6 +101,7 @@ class StepPlan:
         split_size: from the blocks of each row and tier, and the device, the blocks that a decode
             split reads at most.
         release: whether blocks that the window has left behind are released at the end.
+        recall: which of its blocks in CPU memory a row attends to.
 
     Raises:
         OutOfBlocksError: when the step needs more blocks than are free; nothing is changed.
@@ -104,6 +119,7 @@ class StepPlan:
         policy: Policy,
         split_size: SplitSize,
         release: bool,
+        recall: Callable[[Sequence], list[StoredBlock]],
     ) -> None:
         self._release = release
         self.geometry, self.policy, self.valid = geometry, policy, valid
@@ -128,6 +144,9 @@ class StepPlan:
             arena.num_holders,
         )
         self.offloaded_conversions = self._age_offloaded()
+        self._host_tables: HostTables | None = None
+        for row in self.rows:
+            row.recalled = recall(row.sequence) if row.new_tokens else []
 
     def _shared_tail(self, row: RowPlan) -> StoredBlock | None:
         """Return the row's partial block when others hold it too: writing needs a copy."""
@@ -264,16 +283,14 @@ class StepPlan:
     def split_blocks(self) -> list[tuple[int, int | None]]:
         """Name the splits of the step where each reads one block: row, start of its block.
 
-        None instead of a start is the sink page.
+        None instead of a start is the sink page. Those of `host_tables` follow.
         """
-        return [
-            (i, start)
-            for i, row in enumerate(self.rows)
-            for start in [
-                *([] if row.sink_page is None else [None]),
-                *(b.start for tier in BLOCK_TIERS for b in row.blocks if b.tier is tier),
-            ]
-        ]
+        here, there = [], []
+        for i, row in enumerate(self.rows):
+            here += [] if row.sink_page is None else [(i, None)]
+            here += [(i, b.start) for t in BLOCK_TIERS for b in row.blocks if b.tier is t]
+            there += [(i, b.start) for t in BLOCK_TIERS for b in row.recalled if b.tier is t]
+        return here + there
 
     def tables(self, device: torch.device) -> DeviceTables:
         """Return the step's tensors on ``device``, sent there on first use."""
@@ -290,19 +307,8 @@ class StepPlan:
             [row.new_tokens for row in self.rows],
             self._split_size(blocks_of_rows(rows), device),
         )
-        names = list(arrays)
-        pairs = {(old.tier, new.tier) for old, new in self.conversions.items()}
-        for pair in pairs:
-            moves = [m for m in self.conversions.items() if (m[0].tier, m[1].tier) == pair]
-            arrays[pair, "from"] = np.array([old.index for old, _ in moves], np.int32)
-            arrays[pair, "to"] = np.array([new.index for _, new in moves], np.int32)
-        ints = send(arrays, device)
+        meta, convert = self._send(arrays, self.conversions, device)
         longs = send(self._token_arrays(), device)
-        meta = AttentionMetadata(
-            **{name: ints[name] for name in names},
-            max_query_len=max((row.new_tokens for row in self.rows), default=0),
-        )
-        convert = [(*pair, ints[pair, "from"], ints[pair, "to"]) for pair in sorted(pairs)]
         offsets = self._sink_offsets()
         return DeviceTables(
             meta=meta,
@@ -312,6 +318,39 @@ class StepPlan:
             convert=convert,
             sink_offsets=None if offsets is None else send({"": offsets}, device)[""],
         )
+
+    def _send(
+        self, arrays: dict, conversions: Mapping[StoredBlock, StoredBlock], device: torch.device
+    ) -> tuple[AttentionMetadata, list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]]:
+        """Send the tables of attention, and of conversions by pair of tiers, in one transfer."""
+        names = list(arrays)
+        pairs = {(old.tier, new.tier) for old, new in conversions.items()}
+        for pair in pairs:
+            moves = [m for m in conversions.items() if (m[0].tier, m[1].tier) == pair]
+            arrays[pair, "from"] = np.array([old.index for old, _ in moves], np.int32)
+            arrays[pair, "to"] = np.array([new.index for _, new in moves], np.int32)
+        ints = send(arrays, device)
+        meta = AttentionMetadata(
+            **{name: ints[name] for name in names},
+            max_query_len=max((row.new_tokens for row in self.rows), default=0),
+        )
+        return meta, [(*pair, ints[pair, "from"], ints[pair, "to"]) for pair in sorted(pairs)]
+
+    def host_tables(self) -> HostTables | None:
+        """Return what the step does to blocks in CPU memory; None: nothing."""
+        if self._host_tables is None and (
+            self.offloaded_conversions or any(row.recalled for row in self.rows)
+        ):
+            rows = [row.recalled for row in self.rows]
+            arrays = tables_of_rows(
+                rows,
+                [None] * len(rows),
+                [row.length for row in self.rows],
+                [row.new_tokens for row in self.rows],
+                self._split_size(blocks_of_rows(rows), CPU),
+            )
+            self._host_tables = HostTables(*self._send(arrays, self.offloaded_conversions, CPU))
+        return self._host_tables
 
     def _sink_offsets(self) -> np.ndarray | None:
         """Return ``min(window - position, 0)`` of each query; None when all are 0."""

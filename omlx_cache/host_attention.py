@@ -1,0 +1,141 @@
+"""Attend to blocks in CPU memory.
+
+A decoding step takes its few queries to the blocks: the CPU attends to them where they are, which
+moves some kilobytes instead of the blocks. The many queries of a prompt are worth the way of the
+blocks: those of one layer at a time are copied to the device, and dropped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from omlx_cache.host_tier import CPU, HostTier
+from omlx_cache.tables import send
+from omlx_kernels import ops
+from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
+from omlx_kernels.merge import merge_attention
+from omlx_kernels.metadata import AttentionMetadata
+
+
+Attend = Callable[..., torch.Tensor]
+
+
+def new_mass(meta: AttentionMetadata, q: torch.Tensor) -> torch.Tensor:
+    """Allocate what `paged_attention` writes the mass of each split to."""
+    shape = (meta.splits.shape[0], q.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def attend_in_parts(
+    q: torch.Tensor,
+    metas: tuple[AttentionMetadata, AttentionMetadata],
+    here: Attend,
+    there: Attend,
+    wants_mass: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend to blocks on the device and to blocks in CPU memory, as if they lay side by side.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim].
+        metas: tables of the blocks on the device, and of those in CPU memory.
+        here: attends to the former, given ``split_mass`` and ``lse``.
+        there: attends to the latter, given ``meta``, ``split_mass`` and ``lse``.
+        wants_mass: whether to return the mass of each split.
+
+    Returns:
+        The output, shaped like q; and the share of the attention that falls on each split of the
+        first tables and then of the second, [num_splits, num_q_heads], or None.
+    """
+    masses = [new_mass(meta, q) if wants_mass else None for meta in metas]
+    lses = [q.new_empty(q.shape[:2], dtype=torch.float32) for _ in metas]
+    outs = [
+        here(split_mass=masses[0], lse=lses[0]),
+        there(meta=metas[1], split_mass=masses[1], lse=lses[1]),
+    ]
+    out = merge_attention(list(zip(outs, lses, strict=True)))
+    if not wants_mass:
+        return out, None
+    total = torch.logaddexp(*lses)
+    ends = metas[0].query_start_loc[1:].long() - 1  # row of each sequence's newest query
+    total = torch.logaddexp(*lses)
+    shares = []
+    for meta, mass, lse in zip(metas, masses, lses, strict=True):
+        share = (lse - total).exp().nan_to_num(0.0)[ends]  # no key at all: -inf less -inf
+        shares.append(mass * share[meta.splits[:, 0].to(q.device).long()])
+    return out, torch.cat(shares)
+
+
+def attend_on_host(
+    host: HostTier,
+    layer: int,
+    q: torch.Tensor,
+    *,
+    meta: AttentionMetadata,
+    split_mass: torch.Tensor | None,
+    lse: torch.Tensor,
+    **scoring,
+) -> torch.Tensor:
+    """Attend to blocks of one layer that are in CPU memory.
+
+    Args:
+        host: holds them.
+        layer: index of the layer.
+        q: [num_tokens, num_q_heads, head_dim], on the device.
+        meta: the tables, in CPU memory; they list no sink page.
+        split_mass, lse: as in `omlx_kernels.ops.paged_attention`, on q's device.
+        scoring: the other arguments of `omlx_kernels.ops.paged_attention`.
+
+    Returns:
+        The output, shaped like q.
+    """
+    host.wait()
+    blocks, near = host.pools[layer].blocks, q
+    if meta.max_query_len == 1:
+        near = q.to(CPU)
+    elif q.device != CPU:
+        blocks, meta = copied_to(q.device, blocks, meta)
+    written = {"split_mass": split_mass, "lse": lse}
+    there = {
+        name: None if x is None else torch.empty_like(x, device=near.device)
+        for name, x in written.items()
+    }
+    out = ops.paged_attention(near, blocks, meta, **there, **scoring)
+    for name, x in written.items():
+        if x is not None:
+            x.copy_(there[name])
+    return out.to(q.device)
+
+
+def copied_to(
+    device: torch.device, blocks: LayerBlocks, meta: AttentionMetadata
+) -> tuple[LayerBlocks, AttentionMetadata]:
+    """Copy the blocks that tables list to a device, and return them with tables that fit there."""
+    tables = {name: x for name, x in vars(meta).items() if isinstance(x, torch.Tensor)}
+    arrays = {name: x.numpy().copy() for name, x in tables.items()}
+    there: dict[Tier, torch.Tensor] = {}
+    for i, tier in enumerate(BLOCK_TIERS):
+        first, stop = arrays["tier_starts"][:, i], arrays["tier_starts"][:, i + 1]
+        listed = [
+            (row, entry) for row in range(len(first)) for entry in range(first[row], stop[row])
+        ]
+        ids = sorted({int(arrays["block_table"][at]) for at in listed})
+        place = {index: i for i, index in enumerate(ids)}
+        for at in listed:
+            arrays["block_table"][at] = place[int(arrays["block_table"][at])]
+        there[tier] = torch.tensor(ids, dtype=torch.long)
+    copied = {
+        tier.name.lower(): replace(
+            blocks.tier(tier),
+            **{
+                name: part[ids].to(device, non_blocking=True)
+                for name, part in blocks.tier(tier).tensors().items()
+            },
+        )
+        for tier, ids in there.items()
+    }
+    sinks = {name: part.to(device) for name, part in blocks.sink.tensors().items()}
+    copied["sink"] = replace(blocks.sink, **sinks)
+    return LayerBlocks(**copied), replace(meta, **send(arrays, device))
