@@ -82,8 +82,7 @@ class CacheConfig(ConfigFields):
                 file with a value that has not landed works once that value is overridden.
 
         Example:
-            >>> CacheConfig.resolve({"attention": {"pruning": "topk"}}, pruning="oldest").pruning
-            'oldest'
+            >>> CacheConfig.resolve({"attention": {"pruning": "topk"}}, pruning=None).pruning
         """
         if config is None:
             given, problems = {}, []
@@ -223,9 +222,10 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
         lines.append(
             f"{which} exclude each other: each says how older tokens are stored; delete all but one"
         )
-    lines += _needless(given, "prune_ratio", "pruning", "topk")
-    lines += _needless(given, "max_cpu_blocks", "cpu_offload", True)
-    lines += _together(given)
+    right = {key: value for key, value in given.items() if key not in bad}
+    lines += _needless(right, "prune_ratio", "pruning", "topk")
+    lines += _needless(right, "max_cpu_blocks", "cpu_offload", True)
+    lines += _together(right)
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")
     )

@@ -38,9 +38,9 @@ class ConfigFields(BaseModel):
         "an integer of at least 1, or null (no bound)",
         "The most blocks that the pool on the model's device may hold at once: over all sequences, "
         "counted once for each group of layers that share a block table, whatever a block's "
-        "precision. Where a step needs more, blocks move away with cpu_offload, or are dropped with "
-        "pruning; else it raises OutOfBlocksError and leaves the cache as it was. null: the pool "
-        "grows as needed.",
+        "precision. Where a step needs more, blocks move away with cpu_offload, or are dropped "
+        "with pruning; else it raises OutOfBlocksError and leaves the cache as it was. null: the "
+        "pool grows as needed.",
     )
     cpu_offload: bool = key(
         "kv_cache",
@@ -177,10 +177,10 @@ class ConfigFields(BaseModel):
         None,
         "oldest, topk, random or null",
         "Which blocks are worth least: the oldest, those that have got the least attention lately "
-        "(topk), or random ones. They are dropped where max_gpu_blocks leaves no room for new ones, "
-        "and as prune_ratio says; with cpu_offload they move to CPU memory instead, and are dropped "
-        "only where max_cpu_blocks leaves no room there. The sinks and the recent tokens always "
-        "stay. null: nothing is dropped.",
+        "(topk), or random ones. They are dropped where max_gpu_blocks leaves no room for new "
+        "ones, and as prune_ratio says; with cpu_offload they move to CPU memory instead, and are "
+        "dropped only where max_cpu_blocks leaves no room there. The sinks and the recent tokens "
+        "always stay. null: nothing is dropped.",
     )
     prune_ratio: float = key(
         "attention",

@@ -1,7 +1,7 @@
 """How the rows of a layer group lose their newest tokens.
 
-A row that ends inside of a quantized block, or of one in CPU memory, gets the block's values in a hot
-block of its own, to which it can write again: they stay rounded as they are.
+A row that ends inside of a quantized block, or of one in CPU memory, gets the block's values in a
+hot block of its own, to which it can write again: they stay rounded as they are.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def _cut_block(group: LayerGroup, row: Sequence, length: int) -> StoredBlock | N
     return next((b for b in row.offloaded if b.start < length < b.start + size), None)
 
 
-def _reopen_cut_blocks(
-    group: LayerGroup, removed: SequenceType[int]
-) -> list[StoredBlock | None]:
+def _reopen_cut_blocks(group: LayerGroup, removed: SequenceType[int]) -> list[StoredBlock | None]:
     """Copy each block that a shorter row would end in to a hot block of its own."""
     taken: list[StoredBlock | None] = []
     try:

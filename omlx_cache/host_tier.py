@@ -49,7 +49,7 @@ class HostTier:
         return {Tier.SINK: 0, **{tier: self.blocks.capacity(tier) for tier in BLOCK_TIERS}}
 
     def take(self, pools: dict[int, LayerPool], blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
-        """Copy blocks out of the device's pools; each has one holder here, and one there less to be.
+        """Copy blocks out of the device's pools; each copy has one holder, the caller.
 
         Args:
             pools: of the device, by layer.
@@ -77,13 +77,17 @@ class HostTier:
         self._arriving += [_recorded(device) for device in devices]
         return copies
 
+    def pool(self, layer: int, like: LayerPool) -> LayerPool:
+        """Return the tensors of a layer; made on first use, for blocks like those on its device."""
+        if layer not in self.pools:
+            pinned = like.device.type == "cuda"
+            self.pools[layer] = LayerPool(like.format, CPU, self.meter, is_pinned=pinned)
+        return self.pools[layer]
+
     def _receive(
         self, layer: int, pool: LayerPool, moves: list[tuple[StoredBlock, StoredBlock]]
     ) -> None:
-        if layer not in self.pools:
-            pinned = pool.device.type == "cuda"
-            self.pools[layer] = LayerPool(pool.format, CPU, self.meter, is_pinned=pinned)
-        own = self.pools[layer]
+        own = self.pool(layer, pool)
         own.fit(self.capacity())
         for tier in BLOCK_TIERS:
             pairs = [(old.index, new.index) for old, new in moves if old.tier is tier]

@@ -124,9 +124,7 @@ class PagedLayer(CacheLayerMixin):
         scoring = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
         scoring |= {"softcap": softcap, "window_size": sight.pop("window_size")}
         logits = None if sink_logits is None else sink_logits.detach()
-        here = partial(
-            ops.paged_attention, q, *operands, **sight, **scoring, sink_logits=logits
-        )
+        here = partial(ops.paged_attention, q, *operands, **sight, **scoring, sink_logits=logits)
         there = step.host_tables()
         if there is None:
             mass = new_mass(tables.meta, q) if group.watches_mass else None

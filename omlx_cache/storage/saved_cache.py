@@ -2,8 +2,9 @@
 
 The file is a sealed one (`omlx_cache.storage.sealed`). Its description, JSON in the header, says
 which rows there are and where their tokens lie; blocks that rows share are stored once, and stay
-shared. Its tensors are ``layer.<i>.<tier>.<part>`` [blocks, ...], shaped as the layout of blocks
-says, and ``valid`` [rows, columns] where some columns are padding.
+shared. Its tensors are ``layer.<i>.<place>.<tier>.<part>`` [blocks, ...], shaped as the layout of
+blocks says, where the place is ``device`` or ``cpu``, and ``valid`` [rows, columns] where some
+columns are padding.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,32 +19,26 @@ import torch
 from torch import nn
 
 from omlx_cache.patch_state import PatchState, state_of
-from omlx_cache.sequences import Sequence, StoredBlock
 from omlx_cache.storage.atomic import replacing
 from omlx_cache.storage.codec import encode
 from omlx_cache.storage.fingerprint import differences, format_fingerprint, model_fingerprint
+from omlx_cache.storage.saved_rows import (
+    CPU,
+    DEVICE,
+    Contents,
+    Space,
+    contents_of,
+    describe_rows,
+    restore_rows,
+)
 from omlx_cache.storage.sealed import SealedError, SealedReader, SealedWriter
 from omlx_cache.storage.tensors import DTYPES, from_raw, to_raw
-from omlx_kernels.layout import BLOCK_TIERS, Tier
+from omlx_kernels.layout import Tier
 
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
-    from omlx_cache.layer_group import LayerGroup
 
-KIND = "omlx_cache cache 1"
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What a group stores, renumbered without gaps.
-
-    Attributes:
-        places: for each tier, the ids that are in use, in order -> where they are stored.
-        filled: tokens in each (tier, physical id): the rest of a block is stored as zeros.
-    """
-
-    places: dict[Tier, dict[int, int]]
-    filled: dict[tuple[Tier, int], int]
+KIND = "omlx_cache cache 2"
 
 
 def save_cache(
@@ -68,22 +62,22 @@ def save_cache(
         OSError: the file can't be written; one of that name is as it was.
         TypeError: ``extra`` holds something that JSON can't.
     """
-    contents = [_contents_of(group) for group in cache.groups]
+    contents = [contents_of(group) for group in cache.groups]
     valid = cache.valid
     description = {
         "model": model_fingerprint(decoder),
         "format": format_fingerprint(cache),
         "config": cache.config.model_dump(),
         "columns": cache.get_seq_length(),
-        "groups": [_describe(g, c) for g, c in zip(cache.groups, contents, strict=True)],
+        "groups": [describe_rows(g, c) for g, c in zip(cache.groups, contents, strict=True)],
         "layers": [None if layer.pool is None else _shape_of(layer) for layer in cache.layers],
     }
     metadata = {"cache": json.dumps(description), "extra": json.dumps(extra or {})}
     names = [name for name, _, _ in _parts(cache, contents)] + ["valid"] * (valid is not None)
     with replacing(Path(path)) as file:
         writer = SealedWriter(file, KIND, metadata, names)
-        for name, source, (tier, own) in _parts(cache, contents):
-            tensor = _filled_part(source[list(own.places[tier])], tier, own)
+        for name, source, (space, own) in _parts(cache, contents):
+            tensor = _filled_part(source[list(own.places[space])], space, own)
             writer.add(name, encode(to_raw(tensor), compress))
         if valid is not None:
             writer.add("valid", encode(to_raw(torch.from_numpy(valid)), compress))
@@ -169,7 +163,7 @@ class SavedCache:
     def _fill(self, cache: PagedCache, state: PatchState, sealed: SealedReader) -> None:
         described = self._description["groups"]
         taken = {
-            id(group): _restore_rows(group, own)
+            id(group): restore_rows(group, own)
             for group, own in zip(cache.groups, described, strict=True)
         }
         layers = zip(cache.layers, self._description["layers"], state.spec.sites, strict=True)
@@ -184,12 +178,18 @@ class SavedCache:
             )
             if layer.pool is None:
                 layer.lazy_initialization(states, states)
-            layer.pool.fit(layer.group.capacity())
-            for tier, ids in taken[id(layer.group)].items():
+            arena = layer.group.arena
+            layer.pool.fit(arena.capacity())
+            pools = {DEVICE: layer.pool, CPU: layer.pool}
+            if arena.host is not None:
+                pools[CPU] = arena.host.pool(layer.index, layer.pool)
+                pools[CPU].fit(arena.host.capacity())
+            for (place, tier), ids in taken[id(layer.group)].items():
                 if not ids:
                     continue
-                for part, target in layer.pool.blocks.tier(tier).tensors().items():
-                    stored = from_raw(sealed.read(_name(i, tier, part))).to(target.device)
+                for part, target in pools[place].blocks.tier(tier).tensors().items():
+                    name = _name(i, (place, tier), part)
+                    stored = from_raw(sealed.read(name)).to(target.device)
                     target.index_copy_(0, torch.tensor(ids, device=target.device), stored)
         valid = None
         if "valid" in sealed.names:
@@ -197,91 +197,37 @@ class SavedCache:
         cache.restore_columns(self._description["columns"], valid)
 
 
-def _contents_of(group: LayerGroup) -> _Contents:
-    filled: dict[tuple[Tier, int], int] = {}
-    size, sinks = group.geometry.block_size, group.geometry.sink_tokens
-    for row in group.rows:
-        held = [((b.tier, b.index), min(size, row.length - b.start)) for b in row.blocks]
-        if row.sink_page is not None:
-            held.append(((Tier.SINK, row.sink_page), min(sinks, row.length)))
-        for block, tokens in held:
-            filled[block] = max(tokens, filled.get(block, 0))
-    ids = {tier: sorted(index for t, index in filled if t is tier) for tier in Tier}
-    places = {tier: {index: i for i, index in enumerate(own)} for tier, own in ids.items()}
-    return _Contents(places, filled)
-
-
-def _describe(group: LayerGroup, contents: _Contents) -> dict:
-    places = contents.places
-    rows = [
-        {
-            "length": row.length,
-            "sink_page": places[Tier.SINK].get(row.sink_page),
-            "blocks": [[b.start, b.tier.name, places[b.tier][b.index]] for b in row.blocks],
-        }
-        for row in group.rows
-    ]
-    return {"keep_past": group.keep_past, "rows": rows}
-
-
-def _restore_rows(group: LayerGroup, described: dict) -> dict[Tier, list[int]]:
-    """Take blocks for what the rows hold, once each, and share those that several rows name.
-
-    Returns:
-        the ids that were taken of each tier: what is stored at place ``i`` belongs into ``ids[i]``.
-    """
-    rows = described["rows"]
-    blocks = {(Tier[tier], place) for row in rows for _, tier, place in row["blocks"]}
-    pages = {row["sink_page"] for row in rows} - {None}
-    group.blocks.require(len(blocks))
-    ids = {t: group.blocks.allocate(t, sum(tier is t for tier, _ in blocks)) for t in BLOCK_TIERS}
-    ids[Tier.SINK] = group.pages.allocate(Tier.SINK, len(pages))
-    shared = set()
-    for row in rows:
-        named = [(start, Tier[tier], place) for start, tier, place in row["blocks"]]
-        stored = [StoredBlock(start, tier, ids[tier][place]) for start, tier, place in named]
-        page = None if row["sink_page"] is None else ids[Tier.SINK][row["sink_page"]]
-        group.rows.append(Sequence(row["length"], page, stored))
-        held = [(group.blocks, b.tier, b.index) for b in stored]
-        if page is not None:
-            held.append((group.pages, Tier.SINK, page))
-        for allocator, tier, index in held:
-            if (tier, index) in shared:
-                allocator.share(tier, index)
-            shared.add((tier, index))
-    group.keep_past = described["keep_past"]
-    return ids
-
-
 def _parts(
-    cache: PagedCache, contents: list[_Contents]
-) -> Iterator[tuple[str, torch.Tensor, tuple[Tier, _Contents]]]:
+    cache: PagedCache, contents: list[Contents]
+) -> Iterator[tuple[str, torch.Tensor, tuple[Space, Contents]]]:
     """Yield the tensors to store: name, all blocks of the pool, and which are in use."""
     by_group = {id(g): c for g, c in zip(cache.groups, contents, strict=True)}
     for i, layer in enumerate(cache.layers):
         if layer.pool is None:
             continue
-        own = by_group[id(layer.group)]
-        for tier in Tier:
-            if own.places[tier]:
-                for part, source in layer.pool.blocks.tier(tier).tensors().items():
-                    yield _name(i, tier, part), source, (tier, own)
+        own, host = by_group[id(layer.group)], layer.group.arena.host
+        pools = {DEVICE: layer.pool} | ({} if host is None else {CPU: host.pools.get(i)})
+        for (place, tier), used in own.places.items():
+            if used:
+                for part, source in pools[place].blocks.tier(tier).tensors().items():
+                    yield _name(i, (place, tier), part), source, ((place, tier), own)
 
 
-def _filled_part(blocks: torch.Tensor, tier: Tier, own: _Contents) -> torch.Tensor:
+def _filled_part(blocks: torch.Tensor, space: Space, own: Contents) -> torch.Tensor:
     """Put zeros where a block holds no tokens yet: what was in that memory is nobody's business.
 
     Args:
         blocks: [blocks, heads, tokens, ...], a copy.
     """
-    if tier in (Tier.SINK, Tier.HOT):  # a quantized block is always full
-        for block, index in zip(blocks, own.places[tier], strict=True):
-            block[:, own.filled[tier, index] :] = 0
+    if space[1] in (Tier.SINK, Tier.HOT):  # a quantized block is always full
+        for block, index in zip(blocks, own.places[space], strict=True):
+            block[:, own.filled[space, index] :] = 0
     return blocks
 
 
-def _name(layer: int, tier: Tier, part: str) -> str:
-    return f"layer.{layer}.{tier.name.lower()}.{part}"
+def _name(layer: int, space: Space, part: str) -> str:
+    place, tier = space
+    return f"layer.{layer}.{place}.{tier.name.lower()}.{part}"
 
 
 def _shape_of(layer) -> dict:

@@ -28,14 +28,19 @@ def landed(draw):
     """Draw leaf keys, any subset of them, with values that work today."""
     sinks = draw(st.integers(0, 64))
     windows = st.one_of(st.just("auto"), st.none(), st.integers(sinks + 1, 10**6))
+    offload = draw(st.booleans())
+    pruning = draw(st.sampled_from([None, "oldest", "topk", "random"]))
     values = {
         "block_size": draw(st.integers(1, 64)) * 64,
         "max_gpu_blocks": draw(st.none() | st.integers(1, 10**9)),
-        "cpu_offload": False,
+        "cpu_offload": offload,
+        "max_cpu_blocks": draw(st.none() | st.integers(1, 10**6)) if offload else None,
+        "recall": draw(st.sampled_from(["all", "topk"])),
+        "recall_blocks": draw(st.integers(1, 10**6)),
         "disk_cache": False,
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
-        "prefix_cache": draw(st.booleans()),
+        "prefix_cache": not offload and pruning is None and draw(st.booleans()),
         "prefix_cache_blocks": draw(st.none() | st.integers(1, 10**6)),
         "model_bits": draw(st.sampled_from([None, 2, 3, 4, 8, 16, 32])),
         "cache_bits": draw(st.sampled_from([4, 8, 16, {"k": 8, "v": 4}, {"k": 4, "v": 4}])),
@@ -44,12 +49,15 @@ def landed(draw):
         "keep_layers": draw(st.sampled_from([None, [0, -1]])),
         "window_size": draw(windows),
         "sink_tokens": sinks,
-        "pruning": "oldest",
+        "pruning": pruning,
+        "prune_ratio": draw(st.floats(0, 0.99)) if pruning else 0.0,
     }
     assert values.keys() == FIELDS.keys()
     pair = {"window_size", "sink_tokens"}  # drawn to fit each other: keep both or none
     kept = draw(st.sets(st.sampled_from(sorted(values))))
     kept = kept | pair if kept & pair else kept
+    for key, needed in (("max_cpu_blocks", "cpu_offload"), ("prune_ratio", "pruning")):
+        kept = kept | {needed} if key in kept else kept
     kept -= set(PRECISION) - {draw(st.sampled_from(PRECISION))}  # one instead of the others
     return {key: value for key, value in values.items() if key in kept}
 
@@ -128,6 +136,9 @@ def test_defaults():
         "block_size": 256,
         "max_gpu_blocks": None,
         "cpu_offload": False,
+        "max_cpu_blocks": None,
+        "recall": "all",
+        "recall_blocks": 16,
         "disk_cache": False,
         "recent_tokens": 128,
         "prefill_chunk": 512,
@@ -140,7 +151,8 @@ def test_defaults():
         "keep_layers": None,
         "window_size": "auto",
         "sink_tokens": 4,
-        "pruning": "oldest",
+        "pruning": None,
+        "prune_ratio": 0.0,
     }
     assert CacheConfig.resolve() == CacheConfig.from_dict({}) == CacheConfig()
 
@@ -164,14 +176,7 @@ def test_yaml_merges_and_a_byte_order_mark_are_read(write):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file(path):
-    if path.name == "article.yaml":
-        pending = {"cpu_offload": "cpu_offload: true", "pruning": "pruning: 'topk'"}
-        pending = [text for key, text in pending.items() if key in NOT_LANDED]
-        assert pending, "all of the article's keys have landed: let its file load here"
-        with refused(*pending, str(path), of=NotImplementedError):
-            CacheConfig.from_yaml(path)
-    else:
-        CacheConfig.from_yaml(path)
+    CacheConfig.from_yaml(path)
 
 
 def test_the_default_file_is_the_defaults_in_full():
@@ -224,7 +229,7 @@ WRONG = [
     ("max_gpu_blocks", 0, "an integer of at least 1, or None (no bound), got 0 (int)"),
     ("max_gpu_blocks", "unlimited", "write None"),
     ("max_gpu_blocks", True, "got True (bool)"),
-    ("cpu_offload", 1, "must be True or False (today only False), got 1 (int); write True"),
+    ("cpu_offload", 1, "must be True or False, got 1 (int); write True"),
     ("cpu_offload", "no", "write False"),
     ("cpu_offload", "maybe", "got 'maybe' (str)"),
     ("cpu_offload", None, "default, False"),
@@ -258,10 +263,15 @@ WRONG = [
     ("window_size", -5, "got -5 (int)"),
     ("sink_tokens", 65, "an integer from 0 to 64, got 65 (int)"),
     ("sink_tokens", -1, "got -1 (int)"),
-    ("pruning", "top-k", "oldest, topk or random (today only 'oldest')"),
+    ("pruning", "top-k", "oldest, topk, random or None, got"),
     ("pruning", "top-k", "did you mean topk?"),
     ("pruning", "lru", "got 'lru' (str)"),
     ("pruning", False, "got False (bool)"),
+    ("prune_ratio", 1.0, "from 0 up to, but not including, 1, got 1.0 (float)"),
+    ("prune_ratio", -0.1, "got -0.1 (float)"),
+    ("max_cpu_blocks", 0, "an integer of at least 1, or None (no bound), got 0 (int)"),
+    ("recall", "some", "all or topk, got 'some' (str)"),
+    ("recall_blocks", 0, "an integer of at least 1, got 0 (int)"),
 ]
 
 
@@ -312,7 +322,7 @@ def test_yaml_speaks_yaml_and_gives_lines(write):
         """)
     with refused(
         "3 errors",
-        f"cpu_offload must be true or false (today only false), got 'true' (str) ({path}:3); "
+        f"cpu_offload must be true or false, got 'true' (str) ({path}:3); "
         "write true, without quotes",
         f"block_size must be a multiple of 64 from 64 to 4096, got null ({path}:4); give a value",
         "window_size must be an integer of at least 1, auto, or null (no window), got 'null' (str)"
@@ -430,9 +440,9 @@ def test_several_errors_come_together_one_a_line():
         "\n  - kv_cache.block_size must be",
         "\n  - quantization.cache_bits must be",
         "\n  - attention.window_size must be more than",
-        "\n  - attention.prune_ratio: 0.6 has not landed yet",
+        "\n  - kv_cache.max_disk_bytes: 9 has not landed yet",
     ) as info:
-        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, prune_ratio=0.6)
+        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, max_disk_bytes=9)
     assert len(info.value.args) == 5
     assert isinstance(info.value, ValueError)
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
@@ -441,12 +451,7 @@ def test_several_errors_come_together_one_a_line():
 # ---------------------------------------------------------------- not landed yet
 
 EARLY = {
-    "cpu_offload": [True],
     "disk_cache": [True, "/somewhere", pathlib.Path("somewhere")],
-    "pruning": ["topk", "random"],
-    "prune_ratio": [0.3],
-    "max_cpu_blocks": [64],
-    "recall": ["topk", "all"],
     "max_disk_bytes": [10**9],
 }
 
@@ -475,20 +480,19 @@ def test_what_has_not_landed_is_named_and_never_ignored(key):
         assert getattr(CacheConfig(**{key: value}), key) == value
 
 
-def test_all_of_them_are_named_at_once_with_a_way_on():
-    path = CONFIGS / "article.yaml"
-    with refused(
-        "2 keys have not landed yet",
-        f"kv_cache.cpu_offload: true ({path}:5) has not landed yet",
-        f"attention.pruning: 'topk' ({path}:12) has not landed yet",
-        "keep the file and give patch or CacheConfig.resolve, too: "
-        "cpu_offload=False, pruning='oldest'",
-        of=NotImplementedError,
-    ):
-        CacheConfig.resolve(path)
-    config = CacheConfig.resolve(path, cpu_offload=False, pruning="oldest")  # as it says
-    assert (config.block_size, config.max_gpu_blocks, config.window_size) == (512, 16, 2048)
-    assert (config.model_bits, config.cache_bits) == (4, 8)
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"prune_ratio": 0.3}, "prune_ratio means nothing without pruning; set pruning to 'topk'"),
+        ({"max_cpu_blocks": 3}, "max_cpu_blocks means nothing without cpu_offload"),
+        ({"prefix_cache": True, "pruning": "topk"}, "pruning can't be used with kv_cache.prefix"),
+        ({"prefix_cache": True, "cpu_offload": True}, "cpu_offload can't be used with"),
+    ],
+    ids=str,
+)
+def test_keys_that_do_not_fit_each_other(keys, part):
+    with refused(part):
+        CacheConfig(**keys)
 
 
 # ---------------------------------------------------------------- files
