@@ -42,7 +42,7 @@ def attention_weights(
         *operands, **sight, sm_scale=sm_scale, softcap=softcap, sink_logits=sink_logits
     )
     real = torch.from_numpy(valid).to(query.device)
-    for row, (probabilities, _, key_positions) in enumerate(found):
+    for row, (probabilities, _, key_positions, _) in enumerate(found):
         column_of = real[row].nonzero().flatten()  # of each token
         asked = real[row, -columns:].nonzero().flatten()
         keys = column_of[key_positions.to(query.device)]

@@ -86,6 +86,7 @@ def check_attention(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Check `paged_attention`'s arguments; the tables were checked when they were made."""
     op = "paged_attention"
@@ -105,12 +106,15 @@ def check_attention(
     if sink_logits is not None and sink_logits.shape != q.shape[1:2]:
         expected = f"[num_q_heads={q.shape[1]}]"
         raise ValueError(describe(op, "sink_logits", expected, _shape(sink_logits)))
-    if split_mass is not None:
-        shape = (meta.splits.shape[0], q.shape[1])
-        wrong = split_mass.dtype != torch.float32 or split_mass.shape != shape
-        if wrong or split_mass.device != q.device or not split_mass.is_contiguous():
-            expected = f"contiguous float32 [num_splits={shape[0]}, num_q_heads={shape[1]}]"
-            expected += f" on {q.device}"
-            raise ValueError(describe(op, "split_mass", expected, _shape(split_mass)))
+    for name, x, rows, count in (
+        ("split_mass", split_mass, "num_splits", meta.splits.shape[0]),
+        ("lse", lse, "num_tokens", q.shape[0]),
+    ):
+        if x is None:
+            continue
+        wrong = x.dtype != torch.float32 or x.shape != (count, q.shape[1])
+        if wrong or x.device != q.device or not x.is_contiguous():
+            expected = f"contiguous float32 [{rows}={count}, num_q_heads={q.shape[1]}]"
+            raise ValueError(describe(op, name, f"{expected} on {q.device}", _shape(x)))
     if meta.seq_lens.device != q.device:
         raise ValueError(describe(op, "meta", f"on {q.device}", f"{meta.seq_lens.device}"))

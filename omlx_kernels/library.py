@@ -84,7 +84,7 @@ def copy_blocks(blocks: list[torch.Tensor], src_ids: torch.Tensor, dst_ids: torc
     ops.copy_blocks(TierBlocks(*blocks), src_ids, dst_ids)
 
 
-@torch.library.custom_op("omlx::paged_attention", mutates_args=("split_mass",))
+@torch.library.custom_op("omlx::paged_attention", mutates_args=("split_mass", "lse"))
 def paged_attention(
     q: torch.Tensor,
     blocks: list[torch.Tensor],
@@ -98,6 +98,7 @@ def paged_attention(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
     split_mass: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `omlx_kernels.ops.paged_attention`; `layer_parts`, `tables_of` make the lists."""
     return ops.paged_attention(
@@ -112,6 +113,7 @@ def paged_attention(
         softcap=softcap,
         sink_logits=sink_logits,
         split_mass=split_mass,
+        lse=lse,
     )
 
 

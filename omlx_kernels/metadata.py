@@ -12,7 +12,9 @@ blocks 0 and 1 are already 8-bit (physical blocks 7 and 3) and block 2 is hot (p
     seq_lens      [700]
 
 Attention does not depend on the order of the keys, so a row may list its blocks in any order
-within a tier. Blocks that a window has released or that were pruned are simply not listed.
+within a tier. Blocks that a window has released or that were pruned are simply not listed. So what
+a sequence has stored can also be attended to in parts, each with tables of its own that list some
+of the blocks, or none, and the sink page in one of them: `omlx_kernels.merge` puts them together.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class AttentionMetadata:
         tier_starts: [num_seqs, len(BLOCK_TIERS) + 1] entries ``tier_starts[s, i]`` up to
             ``tier_starts[s, i + 1]`` of row ``s`` are blocks of ``BLOCK_TIERS[i]``.
         sink_pages: [num_seqs] physical sink page of each sequence; it holds the positions
-            ``0 .. sink_tokens - 1`` that are < seq_len. Never read where ``sink_tokens`` is 0.
+            ``0 .. sink_tokens - 1`` that are < seq_len. -1 lists none: those tokens are not
+            attended to, and no split has tier SINK. Never read where ``sink_tokens`` is 0.
         seq_lens: [num_seqs] tokens stored, the new ones included; 0 is legal.
         query_start_loc: [num_seqs + 1] the queries of sequence ``s`` are rows
             ``query_start_loc[s] .. query_start_loc[s + 1] - 1`` of ``q``.

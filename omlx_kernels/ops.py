@@ -170,11 +170,13 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the newest tokens of each sequence to everything that the sequence has stored.
 
     The keys and values of the new tokens are already in the hot blocks (or the sink page), so one
-    launch reads all of them through the table. A query at position ``p`` sees key position ``j``::
+    launch reads all of them through the table. A query at position ``p`` sees key position ``j``,
+    if the tables list where it is stored::
 
         j <= p  and  ( window_size is None            0 1 2 3 4 5 6 7   window_size = 3, p = 7,
                        or j > p - window_size         S S . . . x x x   sink_tokens = 2
@@ -199,13 +201,17 @@ def paged_attention(
             attention of each sequence's *newest* query that falls on the keys of each of
             ``meta.splits``, 0 for a sequence without queries. With one block a split it is the
             mass of each block. A sequence's shares add up to 1, less what a learned sink takes.
+        lse: [num_tokens, num_q_heads] float32, contiguous, written: the natural logarithm of the
+            sum of ``exp(score)`` over what each query sees, scaled and capped as above, a learned
+            sink included. With it attention over disjoint sets of keys can be merged
+            (`omlx_kernels.merge`); only one of the parts may be given the learned sinks.
 
     Returns:
         [num_tokens, num_q_heads, head_dim], contiguous, in q's dtype. A query that sees no key
-        gives 0.
+        gives 0, and an ``lse`` of -inf, or of its learned sink.
 
     Mutates:
-        ``split_mass``.
+        ``split_mass`` and ``lse``.
 
     Raises:
         ValueError: for a wrong shape, dtype, device or window.
@@ -213,10 +219,13 @@ def paged_attention(
     if torch.compiler.is_compiling():
         parts, tables = library.layer_parts(blocks), library.tables_of(meta)
         scoring = (sm_scale, window_size, keep_sinks, rotated_v, sink_q, softcap, sink_logits)
-        return library.paged_attention(q, parts, tables, meta.max_query_len, *scoring, split_mass)
-    check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits, split_mass)
+        written = split_mass, lse
+        return library.paged_attention(q, parts, tables, meta.max_query_len, *scoring, *written)
+    check_attention(q, blocks, meta, window_size, sink_q, softcap, sink_logits, split_mass, lse)
     if split_mass is not None:
         split_mass.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))  # of rows that belong to no sequence
     if not q.shape[0]:
         return torch.empty_like(q)
     attend = partial(
@@ -229,12 +238,12 @@ def paged_attention(
         sink_logits=sink_logits,
     )
     if split_mass is None or meta.max_query_len == 1:
-        return attend(q, blocks, meta, sink_q=sink_q, split_mass=split_mass)
+        return attend(q, blocks, meta, sink_q=sink_q, split_mass=split_mass, lse=lse)
     # The splits, and so their mass, belong to decode: ask again for the newest query alone.
     newest, rows = meta.newest_queries()
     newest_sink_q = None if sink_q is None else sink_q[rows]
     attend(q[rows], blocks, newest, sink_q=newest_sink_q, split_mass=split_mass)
-    return attend(q, blocks, meta, sink_q=sink_q)
+    return attend(q, blocks, meta, sink_q=sink_q, lse=lse)
 
 
 from omlx_kernels import library  # noqa: E402  (its ops call the functions above)

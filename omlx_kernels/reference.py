@@ -81,7 +81,7 @@ def read_sequence(
         vs.append(v[:, :count])
         positions.append(torch.arange(start, start + count))
 
-    if blocks.sink_tokens and length:
+    if blocks.sink_tokens and length and int(meta.sink_pages[seq]) >= 0:
         take(Tier.SINK, int(meta.sink_pages[seq]), 0)
     for i, tier in enumerate(BLOCK_TIERS):
         for entry in range(int(meta.tier_starts[seq, i]), int(meta.tier_starts[seq, i + 1])):
@@ -102,6 +102,7 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend in float64 and round once at the end; see `omlx_kernels.ops.paged_attention`."""
     out = torch.zeros_like(q)
@@ -116,10 +117,12 @@ def paged_attention(
         softcap=softcap,
         sink_logits=sink_logits,
     )
-    for seq, (probs, v, key_pos) in enumerate(found):
+    for seq, (probs, v, key_pos, log_sum) in enumerate(found):
         first, last = int(meta.query_start_loc[seq]), int(meta.query_start_loc[seq + 1])
         result = (probs @ v.repeat_interleave(q.shape[1] // v.shape[0], 0)).transpose(0, 1)
         out[first:last] = (hadamard(result) if rotated_v else result).to(out)
+        if lse is not None:
+            lse[first:last] = log_sum.T
         if split_mass is not None and first < last:
             for i in range(int(meta.split_starts[seq]), int(meta.split_starts[seq + 1])):
                 chosen = _keys_of_split(meta, blocks, i, key_pos)
@@ -138,14 +141,15 @@ def attention_probabilities(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield what each sequence's queries make of its keys, in the order of its table row.
 
     Args: as `paged_attention` takes them.
 
     Yields:
         float64 [num_q_heads, queries, num_tokens], a row of zeros where a query sees nothing; the
-        values and the positions, as `read_sequence` returns them.
+        values and the positions, as `read_sequence` returns them; float64 [num_q_heads, queries],
+        the natural log-sum-exp of the scores, a learned sink included.
     """
     sinks = blocks.sink_tokens
     for seq in range(meta.num_seqs):
@@ -156,6 +160,7 @@ def attention_probabilities(
         outside = key_pos < 0 if window_size is None else key_pos <= query_pos - window_size
         visible = (key_pos <= query_pos) & (~outside | ((key_pos < sinks) & keep_sinks))
         probs = torch.zeros(q.shape[1], last - first, k.shape[1], dtype=torch.float64)
+        lse = torch.empty(q.shape[1], last - first, dtype=torch.float64)
         for head in range(q.shape[1]):
             keys = k[head * k.shape[0] // q.shape[1]]
             scores = q[first:last, head].double().cpu() @ keys.T * sm_scale
@@ -170,7 +175,8 @@ def attention_probabilities(
                 scores = torch.cat([scores, logit], 1)
             shares = torch.softmax(scores, -1).nan_to_num(0.0)  # a fully masked row gives 0
             probs[head] = shares[:, : k.shape[1]]
-        yield probs, v, key_pos
+            lse[head] = torch.logsumexp(scores, -1)
+        yield probs, v, key_pos, lse
 
 
 def _keys_of_split(

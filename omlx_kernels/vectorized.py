@@ -73,7 +73,7 @@ def _read_sequence(
     """Return keys and values [kv_heads, slots, head_dim] and each slot's position [slots]."""
     device = blocks.hot.k.device
     ks, vs, positions = [], [], []
-    if blocks.sink_tokens and length:
+    if blocks.sink_tokens and length and int(meta.sink_pages[seq]) >= 0:
         count = min(blocks.sink_tokens, length)
         k, v = _gather(blocks, Tier.SINK, meta.sink_pages[seq : seq + 1].long(), dtype)
         ks.append(k[:, :count])
@@ -108,6 +108,7 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend sequence by sequence with the query heads of a group stacked as extra queries."""
     out = torch.zeros_like(q)
@@ -129,7 +130,7 @@ def paged_attention(
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
         queries = _grouped(q[first:last].to(dtype), kv_heads)
         is_plain = softcap is None and sink_logits is None and sink_q is None
-        if is_plain and split_mass is None:
+        if is_plain and split_mass is None and lse is None:
             mask = visible.repeat(q.shape[1] // kv_heads, 1)
             result = F.scaled_dot_product_attention(
                 queries[None], k[None], v[None], attn_mask=mask, scale=sm_scale
@@ -141,7 +142,9 @@ def paged_attention(
                 use = (outside & (key_pos < sinks)).expand(visible.shape)
                 use = use.repeat(q.shape[1] // kv_heads, 1)
                 scores = torch.where(use, capped * sm_scale, scores)
-            probs = _softmax(scores, visible, softcap, sink_logits)
+            probs, log_sums = _softmax(scores, visible, softcap, sink_logits)
+            if lse is not None:
+                lse[first:last] = log_sums.view(q.shape[1], count).T
             result = probs.to(v.dtype) @ v
             if split_mass is not None:
                 of_keys = probs.reshape(q.shape[1], -1)  # [num_q_heads, keys]: count is 1
@@ -163,8 +166,12 @@ def _softmax(
     visible: torch.Tensor,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    """Turn scores [kv_heads, group * count, keys] into weights, capped and with learned sinks."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn scores [kv_heads, group * count, keys] into weights, capped and with learned sinks.
+
+    Returns:
+        The weights, and the scores' log-sum-exp [kv_heads, group * count].
+    """
     kv_heads, rows, keys = scores.shape
     group = rows // visible.shape[0]
     if softcap is not None:
@@ -173,7 +180,7 @@ def _softmax(
     if sink_logits is not None:
         logits = sink_logits.float().view(kv_heads, group, 1).repeat_interleave(rows // group, 1)
         scores = torch.cat([scores, logits.view(kv_heads, rows, 1)], -1)
-    return torch.softmax(scores, -1)[..., :keys].nan_to_num(0.0)
+    return torch.softmax(scores, -1)[..., :keys].nan_to_num(0.0), scores.logsumexp(-1)
 
 
 def _add_mass(

@@ -38,7 +38,7 @@ __all__ = ["append_kv", "available", "convert_blocks", "copy_blocks", "isa", "pa
 _APPEND = struct.Struct("19q")
 _CONVERT = struct.Struct("24q")
 _COPY = struct.Struct("17q")
-_ATTENTION = struct.Struct("67q2d")
+_ATTENTION = struct.Struct("68q2d")
 
 
 def append_kv(
@@ -112,6 +112,7 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend through the block table; see `omlx_kernels.ops.paged_attention`."""
     check_layer(blocks)
@@ -138,7 +139,8 @@ def paged_attention(
         sink_head, num_tokens, num_heads, window_size or 0, keep_sinks, rotated_v,
         max_queries, torch.get_num_threads(),
         0 if split_mass is None else split_mass.data_ptr(), meta.splits.data_ptr(),
-        meta.split_starts.data_ptr(), meta.splits.shape[0], sm_scale, softcap or 0.0,
+        meta.split_starts.data_ptr(), meta.splits.shape[0], 0 if lse is None else lse.data_ptr(),
+        sm_scale, softcap or 0.0,
     )  # fmt: skip
     library.call("omlx_paged_attention", arguments)
     if num_tokens > max_queries:
@@ -150,5 +152,6 @@ def paged_attention(
                     keep_sinks=keep_sinks, rotated_v=rotated_v,
                     sink_q=None if sink_q is None else sink_q[first:last],
                     softcap=softcap, sink_logits=sink_logits,
+                    lse=None if lse is None else lse[first:last],
                 )  # fmt: skip
     return out

@@ -46,19 +46,24 @@ def attend(
     sink_q: torch.Tensor | None,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend one sequence's queries ``q`` [num_queries, num_q_heads, head_dim]; same shape back."""
+    """Attend one sequence's queries ``q`` [num_queries, num_q_heads, head_dim]; same shape back.
+
+    ``lse`` [num_queries, num_q_heads] is written unless it is None.
+    """
     count, num_heads, dim = q.shape
     kv_heads = blocks.hot.k.shape[1]
     group = num_heads // kv_heads
     length = int(meta.seq_lens[seq])
-    split_sinks = bool(sink_q is not None and keep_sinks and window_size and blocks.sink_tokens)
+    has_sinks = blocks.sink_tokens and int(meta.sink_pages[seq]) >= 0
+    split_sinks = bool(sink_q is not None and keep_sinks and window_size and has_sinks)
     always = keep_sinks and not split_sinks
     free, edge = _visible(blocks, meta, seq, length, count, window_size, always)
     query_pos = torch.arange(length - count, length)[:, None]
 
     rows = _rows(q, kv_heads)
-    out = torch.zeros(count, kv_heads, group, dim, dtype=q.dtype)
+    out = torch.empty(count, kv_heads, group, dim, dtype=q.dtype)
     tokens = max(int(free[:, 3].sum()), int(edge[:, 3].sum()), 1)
     token_bytes = 2 * dim * q.element_size()
     heads = min(kv_heads, max(1, SCRATCH_BYTES // (tokens * token_bytes)))
@@ -82,23 +87,26 @@ def attend(
 
     most = max((int(part[:, 3].sum()) for _, part, _, _ in parts), default=0)
     scratch = torch.empty(2, heads * most * dim, dtype=q.dtype)
-    acc = torch.empty(heads, rows.shape[2], dim)
-    lse = torch.empty(heads, rows.shape[2])
+    acc = torch.zeros(heads, rows.shape[2], dim)  # what no part at all gives
+    log_sums = torch.full(acc.shape[:2], float("-inf"))
     for first in range(0, kv_heads, heads):
         last = min(first + heads, kv_heads)
         for i, (part_rows, part, mask, blind) in enumerate(parts):
             k, v = _gather(blocks, part, first, last, scratch)
             result = _attend_part(part_rows[:, first:last], k, v, mask, sm_scale, softcap)
-            _merge(acc, lse, *result, blind, is_first=i == 0)
-        if parts:
-            merged = acc[: last - first].view(-1, group, count, dim)
-            if sink_logits is not None:
-                logits = sink_logits.view(kv_heads, group, 1)[first:last]
-                kept = torch.sigmoid(lse[: last - first].view(-1, group, count) - logits)
-                merged = merged * kept.nan_to_num(0.0)[..., None]
-            if rotated_v:
-                merged = hadamard(merged)
-            out[:, first:last] = merged.permute(2, 0, 1, 3)
+            _merge(acc, log_sums, *result, blind, is_first=i == 0)
+        merged = acc[: last - first].view(-1, group, count, dim)
+        sums = log_sums[: last - first].view(-1, group, count)
+        if sink_logits is not None:
+            logits = sink_logits.view(kv_heads, group, 1)[first:last]
+            kept = torch.sigmoid(sums - logits)
+            merged = merged * kept.nan_to_num(0.0)[..., None]
+            sums = torch.logaddexp(sums, logits)
+        if rotated_v:
+            merged = hadamard(merged)
+        out[:, first:last] = merged.permute(2, 0, 1, 3)
+        if lse is not None:
+            lse.view(count, kv_heads, group)[:, first:last] = sums.permute(2, 0, 1)
     return out.view(count, num_heads, dim)
 
 
@@ -157,7 +165,7 @@ def _visible(
             if lo < hi:
                 pieces[edge].append((tier, index, lo - start, hi - lo, lo))
 
-    if blocks.sink_tokens and length:
+    if blocks.sink_tokens and length and int(meta.sink_pages[seq]) >= 0:
         add(Tier.SINK, int(meta.sink_pages[seq]), 0, blocks.sink_tokens, keep_sinks)
     bounds = meta.tier_starts[seq].tolist()
     table, starts = meta.block_table[seq].tolist(), meta.block_starts[seq].tolist()

@@ -30,6 +30,7 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode where no sequence has more than one query, else extend."""
     is_decode = meta.max_query_len == 1
@@ -44,4 +45,5 @@ def paged_attention(
         sink_q=sink_q,
         softcap=softcap,
         sink_logits=sink_logits,
+        lse=lse,
     )

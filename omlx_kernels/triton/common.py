@@ -25,6 +25,7 @@ TIER_K4V4 = tl.constexpr(int(Tier.K4V4))
 TIERS = tl.constexpr(len(BLOCK_TIERS))
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",

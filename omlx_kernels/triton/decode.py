@@ -10,7 +10,8 @@ tier's plain loop. Moves: each visible key and value of the split once for all q
 group, plus 4 * (head_dim + 1) bytes a (split, query head), written once and read once.
 Grid of the merge kernel: (sequences, query heads). It also lets a learned sink join the sum, and
 rotates the output back where the values are stored rotated: linear, so once is enough. On request
-it writes each split's share of the attention, 2**(lse_s - lse): 4 bytes a (split, query head).
+it writes each split's share of the attention, 2**(lse_s - lse): 4 bytes a (split, query head), and
+the lse of all of them in base e: 4 bytes a query head.
 
 Rows are padded to 16 for the tensor cores, also where a kv head has a single query head. A path
 without dots (float32 products and sums, a running maximum for each key of a tile) was compiled
@@ -33,6 +34,7 @@ from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.triton.common import (
     DTYPE_NAMES,
+    LN_2,
     LOG2_E,
     NO_WINDOW,
     TABLES,
@@ -172,6 +174,7 @@ def _merge_splits_kernel(
     sink_logits_ptr,
     out_ptr,
     mass_ptr,
+    total_ptr,
     query_start_loc_ptr,
     split_starts_ptr,
     ROTATED: tl.constexpr,
@@ -214,6 +217,9 @@ def _merge_splits_kernel(
     out = narrow(out, out_ptr.dtype.element_ty)
     out_ptr += (token.to(tl.int64) * Q_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + offs_d, out, mask=offs_d < HEAD_DIM)
+    if total_ptr is not None:
+        total = (m_i + tl.log2(tl.where(l_i == 0.0, 1.0, l_i))) * LN_2
+        tl.store(total_ptr + token.to(tl.int64) * Q_HEADS + head, total)
     if mass_ptr is not None:  # m_i is finite where any split's lse is
         for base in tl.range(first, last, BLOCK_S):
             split = base + tl.arange(0, BLOCK_S)
@@ -236,6 +242,7 @@ def paged_decode(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     split_mass: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend at most one query a sequence; see `omlx_kernels.ops.paged_attention`."""
     tokens, q_heads, dim = q.shape
@@ -248,14 +255,14 @@ def paged_decode(
     num_splits = meta.splits.shape[0]
     out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     partial = torch.empty((num_splits, q_heads, dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((num_splits, q_heads), dtype=torch.float32, device=q.device)
+    split_lse = torch.empty((num_splits, q_heads), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         if num_splits:
             _paged_decode_kernel[(num_splits, kv_heads, triton.cdiv(group, config.block_m))](
                 q,
                 sink_q,
                 partial,
-                lse,
+                split_lse,
                 *tier_pointers(blocks),
                 meta.block_table,
                 meta.block_starts,
@@ -285,10 +292,11 @@ def paged_decode(
             )
         _merge_splits_kernel[(meta.num_seqs, q_heads)](
             partial,
-            lse,
+            split_lse,
             sink_logits,
             out,
             split_mass,
+            lse,
             meta.query_start_loc,
             meta.split_starts,
             ROTATED=rotated_v,

@@ -28,6 +28,7 @@ from omlx_kernels.layout import QUANT_GROUP, LayerBlocks
 from omlx_kernels.metadata import AttentionMetadata
 from omlx_kernels.triton.common import (
     DTYPE_NAMES,
+    LN_2,
     LOG2_E,
     NO_WINDOW,
     TABLES,
@@ -82,6 +83,7 @@ def _paged_extend_kernel(
     sink_q_ptr,
     sink_logits_ptr,
     out_ptr,
+    lse_ptr,
     sink,
     hot,
     k8v8,
@@ -208,10 +210,14 @@ def _paged_extend_kernel(
         alpha = tl.exp2(m_i - m_all)
         l_i = l_i * alpha + tl.exp2(logit - m_all)
         acc = acc * alpha[:, None]
-    inverse = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key: 0
-    out = acc * inverse[:, None]
+        m_i = m_all
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key: 0, and -inf
+    out = acc * (1.0 / l_safe)[:, None]
     q_token = (token + query).to(tl.int64)
-    out_row = out_ptr + (q_token * (KV_HEADS * GROUP_SIZE) + head) * HEAD_DIM
+    row = q_token * (KV_HEADS * GROUP_SIZE) + head
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, (m_i + tl.log2(l_safe)) * LN_2, mask=is_row)
+    out_row = out_ptr + row * HEAD_DIM
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if ROTATED:
         DOT_DTYPE: tl.constexpr = tl.float32 if tl.float32 == DTYPE else tl.float16
@@ -241,6 +247,7 @@ def paged_extend(
     sink_q: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend any number of queries a sequence; see `omlx_kernels.ops.paged_attention`."""
     tokens, q_heads, dim = q.shape
@@ -262,6 +269,7 @@ def paged_extend(
             sink_q,
             sink_logits,
             out,
+            lse,
             *tier_pointers(blocks),
             meta.block_table,
             meta.block_starts,

@@ -22,6 +22,7 @@ import triton.language as tl
 from omlx_kernels.triton.common import (
     channels,
     dot,
+    gated,
     mask_scores,
     narrow,
     online_softmax,
@@ -59,6 +60,7 @@ def attend_sink_page(
 ):  # fmt: skip
     """Attend to the sequence's sink page: positions 0 .. SINK_TOKENS - 1, never quantized.
 
+    A ``page`` of -1 is none: nothing is loaded and no row sees anything.
     ``sink_q`` (or None) is what scores the keys outside of a row's window.
     """
     _, key_first, key_stop, _ = seen
@@ -69,6 +71,7 @@ def attend_sink_page(
     for offset in tl.range(0, SINK_TOKENS, BLOCK_N):
         key_pos = offset + offs_n
         wanted = (key_pos < SINK_TOKENS) & (key_pos < key_stop)
+        wanted = gated(wanted, page >= 0)
         if not KEEP_SINKS:
             wanted = wanted & (key_pos >= key_first)
         mask = tile_mask(wanted, HEAD_DIM, BLOCK_D)

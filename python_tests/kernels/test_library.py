@@ -57,10 +57,10 @@ def test_paged_attention(new, everything):
     case = case_of(new)
     tables = library.tables_of(case.meta)
     parts = library.layer_parts(finite(case.blocks))
-    options = (None, True, False, None, None, None, None)
+    options = (None, True, False, None, None, None, None, None)
     if everything:
-        mass = torch.zeros(case.meta.splits.shape[0], 2)
-        options = (100, True, True, torch.randn_like(case.q), 30.0, torch.randn(2), mass)
+        mass, lse = torch.zeros(case.meta.splits.shape[0], 2), torch.zeros(len(case.q), 2)
+        options = (100, True, True, torch.randn_like(case.q), 30.0, torch.randn(2), mass, lse)
     args = (case.q, parts, tables, case.meta.max_query_len, 0.125, *options)
     with ops.use_implementation("vectorized"):
         torch.library.opcheck(library.paged_attention, args, test_utils=CHECKS)
@@ -82,13 +82,16 @@ def test_a_traced_call_is_one_graph_and_the_same_numbers():
     slots = torch.full((6,), -1)
     slots[0] = 5
 
-    def step(hot: TierBlocks, q: torch.Tensor) -> torch.Tensor:
+    def step(hot: TierBlocks, q: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         ops.append_kv(k, k, hot, slots)
         ops.convert_blocks(hot, blocks.k8v8, Tier.HOT, Tier.K8V8, ids_hot, ids_cold)
-        return ops.paged_attention(q, blocks, meta, sm_scale=0.125, window_size=90) * 2
+        options = {"sm_scale": 0.125, "window_size": 90, "lse": lse}
+        return ops.paged_attention(q, blocks, meta, **options) * lse[..., None]
 
     ids_hot, ids_cold = ids(0), ids(0)
-    want = step(blocks.hot, case.q)
+    lses = torch.zeros(2, 6, 2)
+    want = step(blocks.hot, case.q, lses[0])
     torch._dynamo.reset()
-    got = torch.compile(step, backend="aot_eager", fullgraph=True)(blocks.hot, case.q)
-    torch.testing.assert_close(got, want)
+    traced = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(traced(blocks.hot, case.q, lses[1]), want)
+    torch.testing.assert_close(*lses)

@@ -28,9 +28,11 @@ def _native():
         yield
 
 
-def attend(case, split_mass=None, **changes):
+def attend(case, split_mass=None, lse=None, **changes):
     meta = dataclasses.replace(case.meta, **changes)
-    return ops.paged_attention(case.q, case.blocks, meta, sm_scale=0.1, split_mass=split_mass)
+    return ops.paged_attention(
+        case.q, case.blocks, meta, sm_scale=0.1, split_mass=split_mass, lse=lse
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def attend(case, split_mass=None, **changes):
         ("tier_starts", (0, 2), 10**6),
         ("tier_starts", (0, 0), -3),
         ("tier_starts", (0, 1), 100),
-        ("sink_pages", (1,), -1),
+        ("sink_pages", (1,), -2),
         ("sink_pages", (0,), 77),
         ("seq_lens", (1,), -5),
         ("seq_lens", (0,), 0),
@@ -57,8 +59,10 @@ def test_index_out_of_range(name, index, value, queries):
     case = make_case([400, 300], [queries, 1], cold_tiers=BLOCK_TIERS[1:])
     table = getattr(case.meta, name).clone()
     table[index] = value if name != "query_start_loc" or value != 5 else queries + 5
+    lse = torch.zeros(case.q.shape[:2])
     with pytest.raises(ValueError, match=r"paged_attention: \w+.* must .* got"):
-        attend(case, **{name: table})
+        attend(case, lse=lse, **{name: table})
+    assert (lse == float("-inf")).all(), "nothing is written but what the op begins with"
 
 
 @settings(deadline=None, max_examples=150)
@@ -72,8 +76,9 @@ def test_any_value_anywhere_gives_a_result_or_an_error(name, index, value, new):
     case = make_case([400, 200], new, cold_tiers=BLOCK_TIERS[1:])
     table = getattr(case.meta, name).clone()
     table.view(-1)[index % table.numel()] = value
+    lse = torch.zeros(case.q.shape[:2])
     with contextlib.suppress(ValueError):
-        assert attend(case, **{name: table}).shape == case.q.shape
+        assert attend(case, lse=lse, **{name: table}).shape == case.q.shape
 
 
 def mass_for(case):
@@ -90,9 +95,9 @@ def test_any_work_list_gives_masses_or_an_error(name, index, value):
     case = make_case([400, 200, 9], [1, 1, 0], cold_tiers=BLOCK_TIERS[1:], blocks_per_split=1)
     table = getattr(case.meta, name).clone()
     table.view(-1)[index % table.numel()] = value
-    mass = mass_for(case)
+    mass, lse = mass_for(case), torch.zeros(case.q.shape[:2])
     with contextlib.suppress(ValueError):
-        attend(case, split_mass=mass, **{name: table})
+        attend(case, split_mass=mass, lse=lse, **{name: table})
         assert mass.shape == mass_for(case).shape
 
 

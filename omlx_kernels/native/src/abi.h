@@ -50,6 +50,7 @@ struct AttentionArgs {
     float* split_mass;  // [num_splits, num_q_heads], of zeros; or null
     const int32_t *splits, *split_starts;  // [num_splits, 4], [num_seqs + 1]
     int64_t num_splits;
+    float* lse;  // [num_tokens, num_q_heads], of -inf: log-sum-exp of a row's scores; or null
     double sm_scale, softcap;  // softcap 0 = none
 };
 

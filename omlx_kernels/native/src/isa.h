@@ -58,8 +58,8 @@ struct Kernels {
     // Attend `rows` to the pieces: fills `out`.
     void (*attend)(const AttentionArgs&, const Rows&, const Piece*, int64_t num_pieces, Partial out,
                    float* scratch);
-    // Merge partial results (into the first) and write the rows' outputs; with `mass`
-    // [num_partials, num_q_heads] also the share of each.
+    // Merge partial results (into the first) and write the rows' outputs, and their log-sum-exp if
+    // it is asked for; with `mass` [num_partials, num_q_heads] also the share of each.
     void (*finish)(const AttentionArgs&, const Rows&, float* partials, int64_t num_partials,
                    float* mass);
     // Write a row of dim values, `stride` elements apart, rotated; `buffer` holds round_up(dim, 64).

@@ -8,8 +8,8 @@ namespace {
 
 using namespace omlx;
 
-// Merge the partial results of some rows into the first one and write the rows' outputs, and to
-// `mass`, unless it is null, the share of each part in a row's sum.
+// Merge the partial results of some rows into the first one and write the rows' outputs; unless
+// they are null, to `mass` the share of each part in a row's sum and to `a.lse` that sum's logarithm.
 template <class T>
 inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partials,
                          int64_t num_partials, float* mass) {
@@ -23,8 +23,8 @@ inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partia
             const float m = partial_at(partials, i, rows.count, stride).max[r];
             top = m > top ? m : top;
         }
-        T* out = reinterpret_cast<T*>(a.out) +
-                 ((rows.first_token + row / group) * a.num_q_heads + head) * dim;
+        const int64_t index = (rows.first_token + row / group) * a.num_q_heads + head;
+        T* out = reinterpret_cast<T*>(a.out) + index * dim;
         float sum = learned == -INF ? 0.0f : exp(learned - top);
         float* merged = partials + r * stride;  // the first partial's acc
         for (int64_t i = 0; i < num_partials; ++i) {
@@ -38,6 +38,7 @@ inline void finish_typed(const AttentionArgs& a, const Rows& rows, float* partia
                 store(merged + c, i ? load(merged + c) + x : x);
             }
         }
+        if (a.lse) a.lse[index] = sum == 0.0f ? -INF : top + __builtin_logf(sum);
         float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         for (int64_t i = 0; mass && i < num_partials; ++i) mass[i * a.num_q_heads + head] *= inverse;
         if (a.rotated_v) inverse *= rotate_unscaled(merged, dim);

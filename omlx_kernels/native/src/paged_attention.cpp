@@ -60,9 +60,10 @@ void check(const AttentionArgs& a) {
             fail("paged_attention: seq_lens[%lld] must be at least the sequence's %lld queries, "
                  "got %lld",
                  (long long)s, (long long)(last - first), (long long)length);
-        if (b.sink_tokens && length && uint64_t(a.sink_pages[s]) >= uint64_t(b.tiers[SINK].num_blocks))
-            fail("paged_attention: sink_pages[%lld] must be in [0, %lld), got %d", (long long)s,
-                 (long long)b.tiers[SINK].num_blocks, a.sink_pages[s]);
+        const int32_t page = a.sink_pages[s];  // -1 = none
+        if (b.sink_tokens && length && (page < -1 || page >= b.tiers[SINK].num_blocks))
+            fail("paged_attention: sink_pages[%lld] must be in [-1, %lld), got %d", (long long)s,
+                 (long long)b.tiers[SINK].num_blocks, page);
         const int32_t* bounds = a.tier_starts + s * (BLOCK_TIERS + 1);
         for (int i = 0; i < BLOCK_TIERS; ++i) {
             if (bounds[i] < 0 || bounds[i + 1] < bounds[i] || bounds[i + 1] > a.table_width)
@@ -125,7 +126,7 @@ struct Lister {
             pieces.push_back({tier, id, static_cast<int32_t>(count), sees, start});
     }
     void sink_page() {
-        if (!a.blocks.sink_tokens || !length) return;
+        if (!a.blocks.sink_tokens || !length || a.sink_pages[s] < 0) return;
         // With a query of their own the sinks are two pieces: inside and outside the window.
         const bool split = a.window && a.keep_sinks && a.sink_q;
         const Sees sees = a.keep_sinks && !split ? Sees::ALL : Sees::WINDOW;
