@@ -116,6 +116,9 @@ class BlockArena:
         self, conversions: Mapping[StoredBlock, StoredBlock], rows: list[Sequence]
     ) -> None:
         """Do the same for blocks in CPU memory."""
+        if self.host is not None and self.host.bounds is not None:
+            for old, new in conversions.items():
+                self.host.bounds.move(old, new)
         for row in rows if conversions else ():
             for i, block in enumerate(row.offloaded):
                 if block in conversions:

@@ -122,6 +122,7 @@ class PagedCache(Cache):
                     policy=policy,
                     arena=self._arena(key),
                     eviction=eviction,
+                    recall=self.config.recall_blocks if self.config.recall == "topk" else None,
                 )
             layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
         self.groups += groups.values()
@@ -136,10 +137,15 @@ class PagedCache(Cache):
 
     def _arena(self, key: Hashable) -> BlockArena:
         if self._store is None:
-            host = HostTier(self.config.max_cpu_blocks) if self.config.cpu_offload else None
-            return BlockArena(self.config.max_gpu_blocks, host)
+            return BlockArena(self.config.max_gpu_blocks, self._host_tier())
         with self._lock:
             return self._store.arena(key)
+
+    def _host_tier(self) -> HostTier | None:
+        if not self.config.cpu_offload:
+            return None
+        keeps_bounds = self.config.recall == "topk"
+        return HostTier(self.config.max_cpu_blocks, keeps_bounds=keeps_bounds)
 
     def valid_columns(
         self, attention_mask: torch.Tensor | None, batch_size: int, columns: int

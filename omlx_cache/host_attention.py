@@ -19,7 +19,6 @@ from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
 from omlx_kernels.merge import merge_attention
 from omlx_kernels.metadata import AttentionMetadata
 
-
 Attend = Callable[..., torch.Tensor]
 
 
@@ -60,7 +59,6 @@ def attend_in_parts(
         return out, None
     total = torch.logaddexp(*lses)
     ends = metas[0].query_start_loc[1:].long() - 1  # row of each sequence's newest query
-    total = torch.logaddexp(*lses)
     shares = []
     for meta, mass, lse in zip(metas, masses, lses, strict=True):
         share = (lse - total).exp().nan_to_num(0.0)[ends]  # no key at all: -inf less -inf

@@ -14,8 +14,10 @@ import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
+from omlx_cache.key_bounds import KeyBounds
 from omlx_cache.sequences import StoredBlock
 from omlx_kernels.layout import BLOCK_TIERS, Tier
+from omlx_kernels.quantization import read_blocks
 
 CPU = torch.device("cpu")
 
@@ -25,17 +27,20 @@ class HostTier:
 
     Args:
         max_blocks: bound on the blocks; None is no bound.
+        keeps_bounds: whether to note the bounds of the blocks' keys.
 
     Attributes:
         blocks: who holds which block.
         pools: the tensors, by the index of the layer; pinned where the device is a GPU.
         meter: bytes held, now and at most.
+        bounds: of the keys of each block; None where they aren't kept.
     """
 
-    def __init__(self, max_blocks: int | None) -> None:
+    def __init__(self, max_blocks: int | None, *, keeps_bounds: bool = False) -> None:
         self.blocks = BlockAllocator(BLOCK_TIERS, max_blocks)
         self.pools: dict[int, LayerPool] = {}
         self.meter = MemoryMeter()
+        self.bounds = KeyBounds() if keeps_bounds else None
         self._arriving: list[torch.cuda.Event] = []
 
     def __deepcopy__(self, memo: dict) -> HostTier:
@@ -84,17 +89,27 @@ class HostTier:
             self.pools[layer] = LayerPool(like.format, CPU, self.meter, is_pinned=pinned)
         return self.pools[layer]
 
+    def fitted(self, layer: int) -> LayerPool:
+        """Return the tensors of a layer, with room for every id."""
+        self.pools[layer].fit(self.capacity())
+        return self.pools[layer]
+
     def _receive(
         self, layer: int, pool: LayerPool, moves: list[tuple[StoredBlock, StoredBlock]]
     ) -> None:
-        own = self.pool(layer, pool)
-        own.fit(self.capacity())
+        self.pool(layer, pool)
+        own = self.fitted(layer)
         for tier in BLOCK_TIERS:
             pairs = [(old.index, new.index) for old, new in moves if old.tier is tier]
             targets = own.blocks.tier(tier).tensors()
             for part, source in pool.blocks.tier(tier).tensors().items():
                 for old, new in pairs:
                     targets[part][new].copy_(source[old], non_blocking=True)
+            if self.bounds is not None and pairs:
+                ids = [old for old, _ in pairs]
+                keys, _ = read_blocks(pool.blocks.tier(tier), tier, ids, torch.float32)
+                for (_, new), k in zip(pairs, keys, strict=True):
+                    self.bounds.put(layer, tier, new, k)
 
     def wait(self) -> None:
         """Wait until every block that was taken has arrived."""
@@ -113,6 +128,9 @@ class HostTier:
             for pool in self.pools.values():
                 for tier, pairs in moves.items():
                     copy_blocks(pool.blocks.tier(tier), list(pairs.items()))
+        if self.bounds is not None:
+            for tier, pairs in moves.items():
+                self.bounds.follow(tier, pairs, self.blocks.capacity(tier))
         capacity = self.capacity()
         if any(pool.exceeds(capacity) for pool in self.pools.values()):
             self.wait()

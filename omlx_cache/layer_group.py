@@ -23,6 +23,7 @@ from omlx_cache.observer import Observer
 from omlx_cache.plan import StepPlan
 from omlx_cache.policy.choice import Policy
 from omlx_cache.policy.eviction import EvictionPolicy
+from omlx_cache.recall import Recall, StepPromise
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_kernels.errors import OutOfBlocksError
 from omlx_kernels.launch import blocks_per_split
@@ -49,6 +50,7 @@ class LayerGroup:
         policy: which tier a block belongs to.
         arena: where the rows' blocks come from.
         eviction: which blocks leave, and when; None: none does.
+        recall: how many of its blocks in CPU memory a row attends to; None is all.
     """
 
     def __init__(
@@ -59,13 +61,16 @@ class LayerGroup:
         policy: Policy,
         arena: BlockArena,
         eviction: EvictionPolicy | None = None,
+        recall: int | None = None,
     ) -> None:
         self.geometry, self.keep_sinks, self.policy = geometry, keep_sinks, policy
         self.arena = arena
         self._rows: list[Sequence] = []
         arena.members.append(self._rows)
         self._evictor = None if eviction is None else Evictor(eviction, geometry, arena, self._rows)
+        self.recall = Recall(recall)
         self.mass: StepMass | None = None  # of the step in progress, where it is asked for
+        self.promise: StepPromise | None = None  # likewise
         self.step: StepPlan | None = None
         self.keep_past = False
         self.observer: Observer | None = None
@@ -186,10 +191,16 @@ class LayerGroup:
             policy=self.policy,
             split_size=self._split_size,
             release=not self.keep_past,
-            recall=lambda row: list(row.offloaded),
+            recall=self.recall.choose,
         )
         if self._evictor is not None and self._evictor.policy.needs_mass:
             self.mass = StepMass()
+        if self.recall.count is not None and any(row.recalled for row in self.step.rows):
+            ends = np.cumsum(new_tokens) - 1
+            asking = [
+                (row, int(at)) for row, at, n in zip(self.rows, ends, new_tokens, strict=True) if n
+            ]
+            self.promise = StepPromise(self.arena.host, asking)
 
     def _split_size(self, row_blocks: list[int], device: torch.device) -> int:
         """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split.
@@ -211,6 +222,10 @@ class LayerGroup:
     def commit(self) -> None:
         """Finish the step in progress, and give back the memory that it freed."""
         self.step.commit()
+        if self.promise is not None:
+            chosen = {id(row.sequence): row.recalled for row in self.step.rows}
+            for row, promise in self.promise.of_rows():
+                self.recall.learn(row, chosen[id(row)], promise)
         if self.mass is not None:
             add_step(self.rows, [row.new_tokens for row in self.step.rows], self._masses())
         self._end()
@@ -237,7 +252,7 @@ class LayerGroup:
         self._end()
 
     def _end(self) -> None:
-        self.step = self.mass = None
+        self.step = self.mass = self.promise = None
         self.arena.settle()
 
     def select(self, indices: SequenceType[int]) -> None:

@@ -133,6 +133,8 @@ class PagedLayer(CacheLayerMixin):
             offloaded = partial(attend_on_host, group.arena.host, self.index, q, **scoring)
             metas = tables.meta, there.meta
             out, mass = attend_in_parts(q, metas, here, offloaded, group.watches_mass)
+        if group.promise is not None:
+            group.promise.add(self.index, q, sm_scale)
         if group.observer is not None:
             group.observer(self.index, tables.meta, mass[: tables.meta.splits.shape[0]])
         if group.mass is not None:
@@ -142,7 +144,7 @@ class PagedLayer(CacheLayerMixin):
             out = padded.index_copy_(0, tables.token_index, out)
         convert(blocks, tables.convert)
         if there is not None:
-            convert(group.arena.host.pools[self.index].blocks, there.convert)
+            convert(group.arena.host.fitted(self.index).blocks, there.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
 
     def operands(self, query: torch.Tensor) -> tuple[tuple, dict]:

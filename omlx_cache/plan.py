@@ -256,14 +256,14 @@ class StepPlan:
                 self._blocks.release(block.tier, block.index)
             if row.old_sink_page not in (None, row.sink_page):
                 self._pages.release(Tier.SINK, row.old_sink_page)
-            sequence = row.sequence
-            sequence.length, sequence.sink_page, sequence.blocks = row.length, row.sink_page, kept
+            sequence, length = row.sequence, row.length
             if sequence.offloaded:
                 sequence.offloaded = self._kept(
-                    sequence.offloaded, row.length, self.offloaded_conversions, self._host.blocks
+                    sequence.offloaded, length, self.offloaded_conversions, self._host.blocks
                 )
+            sequence.length, sequence.sink_page, sequence.blocks = length, row.sink_page, kept
             if self._release:
-                sequence.forget_before(self.geometry.first_live(row.length))
+                sequence.forget_before(self.geometry.first_live(length))
         self._arena.convert(self.conversions, self._others)
         self._arena.convert_offloaded(self.offloaded_conversions, self._others)
 

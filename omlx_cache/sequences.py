@@ -34,6 +34,8 @@ class Sequence:
         dropped: starts of the blocks that pruning has dropped, inside of the window.
         mass: by the start of a block, the attention that it has got lately; see
             `omlx_cache.block_mass`. Empty where nobody asks.
+        promise: by the start of an offloaded block, what the last step expected of it; see
+            `omlx_cache.recall`.
     """
 
     length: int = 0
@@ -42,6 +44,7 @@ class Sequence:
     offloaded: list[StoredBlock] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
     mass: dict[int, float] = field(default_factory=dict)
+    promise: dict[int, float] = field(default_factory=dict)
 
     def copy(self) -> Sequence:
         """Return a row that holds the same."""
@@ -51,6 +54,7 @@ class Sequence:
             offloaded=list(self.offloaded),
             dropped=set(self.dropped),
             mass=dict(self.mass),
+            promise=dict(self.promise),
         )
 
     def forget_before(self, position: int) -> None:

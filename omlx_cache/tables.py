@@ -30,7 +30,7 @@ def tables_of_rows(
 
     Args:
         rows: each sequence's live blocks, the new ones included.
-        sink_pages: each sequence's page; None where it has none.
+        sink_pages: each sequence's page; None where it has none, which is listed as -1.
         lengths: tokens of each sequence, the new ones included.
         new_tokens: how many of them are new (queries).
         blocks_per_split: blocks that one decode split reads at most.
@@ -58,7 +58,11 @@ def tables_of_rows(
         "block_table": table,
         "block_starts": starts,
         "tier_starts": bounds,
+<<<<<<< HEAD
         "sink_pages": np.array([-1 if page is None else page for page in sink_pages], np.int32),
+=======
+        "sink_pages": np.array([-1 if p is None else p for p in sink_pages], np.int32),
+>>>>>>> lse
         "seq_lens": np.asarray(lengths, np.int32),
         "query_start_loc": np.concatenate([[0], np.cumsum(new_tokens)]).astype(np.int32),
         "splits": np.asarray(splits, np.int32).reshape(-1, 4),

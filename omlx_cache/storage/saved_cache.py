@@ -182,8 +182,8 @@ class SavedCache:
             layer.pool.fit(arena.capacity())
             pools = {DEVICE: layer.pool, CPU: layer.pool}
             if arena.host is not None:
-                pools[CPU] = arena.host.pool(layer.index, layer.pool)
-                pools[CPU].fit(arena.host.capacity())
+                arena.host.pool(layer.index, layer.pool)
+                pools[CPU] = arena.host.fitted(layer.index)
             for (place, tier), ids in taken[id(layer.group)].items():
                 if not ids:
                     continue

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="no triton for this platform")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -115,3 +116,20 @@ def test_launches_are_compiled_with_their_real_arguments():
     decode, _, extend = (report for _, report in found)
     assert decode.num_warps == extend.num_warps == 4, "64 rows of 64 channels need no more"
     assert min(tile.bits for tile in decode.tiles) == 128
+
+
+@pytest.mark.aot
+def test_log_sums_spill_nothing():
+    workload = aot.Workload(64, "fp16", options=True)
+
+    def launch() -> None:
+        for queries in (1, 16):
+            q = torch.zeros(queries, aot.HEADS["gqa"][0], 64, dtype=torch.float16)
+            options = workload.all_options(q) | {"lse": torch.zeros(q.shape[:2])}
+            aot.kernels.paged_attention(
+                q, workload.blocks(), aot.tables(queries), sm_scale=1.0, **options
+            )
+
+    found = aot.reports(86, launch)
+    assert len(found) == 3
+    assert not [w for report in found for w in budgets.problems(report, workload)]
