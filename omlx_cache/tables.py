@@ -58,11 +58,7 @@ def tables_of_rows(
         "block_table": table,
         "block_starts": starts,
         "tier_starts": bounds,
-<<<<<<< HEAD
-        "sink_pages": np.array([-1 if page is None else page for page in sink_pages], np.int32),
-=======
         "sink_pages": np.array([-1 if p is None else p for p in sink_pages], np.int32),
->>>>>>> lse
         "seq_lens": np.asarray(lengths, np.int32),
         "query_start_loc": np.concatenate([[0], np.cumsum(new_tokens)]).astype(np.int32),
         "splits": np.asarray(splits, np.int32).reshape(-1, 4),
