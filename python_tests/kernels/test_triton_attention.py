@@ -206,8 +206,8 @@ def test_more_query_heads_than_a_tile_has_rows(new, monkeypatch):
         monkeypatch.setattr(module, name, _Spy(getattr(module, name), name, [], grids))
     case = make_case([140], [new], num_q_heads=130, num_kv_heads=1, cold_tiers=BLOCK_TIERS[1:])
     check(case)
-    kv_heads_and_tiles = grids[0][2] if new == 1 else grids[0][1]
-    assert kv_heads_and_tiles == 3, "tiles of at most 64 query heads for the only kv head"
+    programs = grids[0][0] // len(case.meta.splits) if new == 1 else grids[0][1]
+    assert programs == 3, "tiles of at most 64 query heads for the only kv head"
 
 
 @pytest.mark.parametrize("new", [1, 20])
