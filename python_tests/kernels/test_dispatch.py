@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from triton_device import Spy, needs_device, to_device
 
 from omlx_kernels import ops
 from omlx_kernels.layout import Tier
+from omlx_kernels.triton import decode
 
 KERNELS = {
     "_append_kv_kernel": "append_kv",
@@ -99,3 +102,16 @@ def test_writers(ran):
     ops.convert_blocks(blocks.hot, blocks.k8v8, Tier.HOT, Tier.K8V8, ids, ids)
     ops.copy_blocks(blocks.hot, ids, ids + 1)
     assert ran == ["_append_kv_kernel", "_convert_blocks_kernel", *2 * ["_copy_blocks_kernel"]]
+
+
+WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "unique"}
+"""Methods that wait for the device."""
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(decode.__file__).parent.glob("*.py")), ids=lambda p: p.stem
+)
+def test_a_launch_never_waits_for_the_device(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
+    assert not names & WAITS
