@@ -14,6 +14,7 @@ are compared with the stock model's: a model that is wrong is not timed.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import subprocess
@@ -80,6 +81,7 @@ def timed(model: PreTrainedModel, ids: torch.Tensor, setting: dict | None, steps
     """Read ``ids`` and decode; return seconds, tokens a second and the cache's MiB."""
     if ids.is_cuda:
         Contender(model, ids, setting).decode(1)
+        gc.collect()  # a cycle would keep that cache beside the next one
     contender = Contender(model, ids, setting)
     contender.decode(steps)
     return {
@@ -137,12 +139,12 @@ def in_own_process(timeout_s: float, *, tiny: bool) -> dict:
                 said.seek(0)
                 reason = f"FAILED: exit {done.returncode}: {said.read()[-400:]}"
         found = json.loads(out.read_text()) if out.is_file() else nothing(reason)
-    return found | {"reason": "" if failures(found) else reason}
+    return found | {"reason": reason if reason and not failures(found) else found["reason"]}
 
 
 def failures(found: dict) -> list[str]:
     """Return the reasons that mean a fault, not a lack of time or memory."""
-    reasons = [found.get("reason", ""), *(row["reason"] for row in found["rows"])]
+    reasons = [found["reason"], *(row["reason"] for row in found["rows"])]
     return [reason for reason in reasons if reason.startswith(("WRONG", "FAILED"))]
 
 
@@ -163,7 +165,7 @@ def print_rows(found: dict) -> None:
                     cells[row["contender"]] = "{:.0f}, {:.1f}".format(*numbers)
             table.add_row(str(tokens), *cells.values())
         Console(width=150).print(table)
-    for reason in dict.fromkeys([found.get("reason", ""), *(row["reason"] for row in rows)]):
+    for reason in dict.fromkeys([found["reason"], *(row["reason"] for row in rows)]):
         if reason:
             print(f"end to end: {reason}")
 
@@ -178,10 +180,16 @@ def main(
     device = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda", 0)
     lengths, steps = ((150,), 2) if tiny else (LENGTHS, STEPS)
     config = config_of(tiny=tiny, max_tokens=max(lengths) + 2 * STEPS)
-    model, weights, why = random_llama(config, device)
+    try:
+        model, weights, why = random_llama(config, device)
+    except torch.OutOfMemoryError as error:
+        found = nothing(f"memory: {error}"[:200])
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print_rows(found)
+        return
     layers, hidden = config.num_hidden_layers, config.hidden_size
     name = "a tiny Llama" if tiny else "a random LLaMA-2-7B"
-    found = {"model": name, "weights": weights, "why": why, "rows": []}
+    found = {"model": name, "weights": weights, "why": why, "rows": [], "reason": ""}
     found["shape"] = f"{layers} layers of {hidden} channels"
     with ops.use_implementation("triton"):
         for row in measure(model, lengths, steps, deadline, tiny=tiny):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -43,13 +44,13 @@ def test_a_wrong_model_is_not_timed(model, factor, message, monkeypatch):
     for row in rows.values():
         assert message in row["reason"]
         assert "decode_tokens_per_s" not in row
-    assert gpu_end_to_end.failures({"rows": list(rows.values())})
+    assert gpu_end_to_end.failures({"reason": "", "rows": list(rows.values())})
 
 
 def test_out_of_time_is_said_and_no_fault(model):
     rows = rows_of(model, time.monotonic() - 1)
     assert {row["reason"] for row in rows.values()} == {"out of time"}
-    assert not gpu_end_to_end.failures({"rows": list(rows.values())})
+    assert not gpu_end_to_end.failures({"reason": "", "rows": list(rows.values())})
 
 
 def test_a_process_that_takes_too_long_is_stopped():
@@ -74,6 +75,17 @@ def test_gptq_weights_are_four_bits_and_finite():
     logits = model(torch.arange(100)[None]).logits
     assert logits.isfinite().all()
     assert logits.std() > 0.01
+
+
+def test_too_little_memory_is_said_and_no_fault(monkeypatch, tmp_path):
+    def full(*_):
+        raise torch.OutOfMemoryError("13 GiB wanted")
+
+    monkeypatch.setattr(gpu_end_to_end, "random_llama", full)
+    gpu_end_to_end.main(tiny=True, budget_s=60, out=tmp_path / "rows.json")
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found["reason"] == "memory: 13 GiB wanted"
+    assert not gpu_end_to_end.failures(found)
 
 
 def test_the_shape_is_llama_2_7b():
