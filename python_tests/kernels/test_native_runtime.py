@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -99,6 +101,24 @@ def test_no_compiler_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(build.BuildError, match=r"install g\+\+ or clang\+\+"):
         build.compile_library(tmp_path / "x.so")
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("isa", ["portable", *build.X86_ISAS])
+def test_no_warnings(compiler, isa):
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    if isa != "portable" and platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip(f"{isa} is of x86-64")
+    names = [*(build.SHARED if isa == "portable" else ()), "kernels.cpp"]
+    done = subprocess.run(
+        [compiler, *build.FLAGS, *build.X86_ISAS.get(isa, ()), '-DOMLX_SOURCE_HASH=""']
+        + ["-Wextra", "-Werror", "-fsyntax-only"]
+        + [str(build.SOURCES / name) for name in names],
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
