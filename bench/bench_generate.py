@@ -1,8 +1,8 @@
 """End to end on the GPTQ SmolLM2: how fast is the next token after a long text, and the first?
 
-The contenders are the stock model with transformers' DynamicCache and with its fp8 QuantizedCache
-(which de-quantizes all of it at every step), and the patched model with the default 8-bit cache and
-with a window of 1024 tokens. Each reads the same text and then decodes the same tokens; within a
+The contenders are the stock model with transformers' DynamicCache and with its QuantizedCache, fp8
+and, where the package hqq is installed, hqq at 8 bits (which de-quantizes all of it at every step),
+and the patched model with the default 8-bit cache and with a window of 1024 tokens. Each reads the same text and then decodes the same tokens; within a
 length they take turns, so that a busy machine slows all of them.
 
     python bench/bench_generate.py                             # a table, and --json OUT
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, QuantizedCache
+from peers import have, stock_cache
 
 import omlx_cache
 from omlx_cache.compat import cache_name
@@ -33,9 +33,13 @@ from omlx_cache.tools.texts import token_ids
 from omlx_kernels import ops
 
 LENGTHS = (512, 2048, 4096, 8192)
+STOCK = {
+    "stock": "DynamicCache",
+    "stock fp8": "QuantizedCache-fp8",
+    "stock hqq": "QuantizedCache-hqq",
+}
 CONTENDERS = {
-    "stock": None,
-    "stock fp8": None,
+    **dict.fromkeys(have(tuple(STOCK))),
     "8-bit": {},
     "window 1024": {"window_size": 1024},
 }
@@ -56,10 +60,8 @@ class Contender:
         with self._patch():
             if self.setting is not None:
                 self.cache = omlx_cache.PagedCache(model)
-            elif name == "stock":
-                self.cache = DynamicCache(config=model.config)
             else:
-                self.cache = QuantizedCache("fp8", config=model.config)
+                self.cache = stock_cache(STOCK[name], model.config)
             start = time.perf_counter()
             self.token = self._forward(ids)
             self.first_token_s = time.perf_counter() - start
