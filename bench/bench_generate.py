@@ -1,9 +1,10 @@
 """End to end on the GPTQ SmolLM2: how fast is the next token after a long text, and the first?
 
 The contenders are the stock model with transformers' DynamicCache and with its QuantizedCache, fp8
-and, where the package hqq is installed, hqq at 8 bits (which de-quantizes all of it at every step),
-and the patched model with the default 8-bit cache and with a window of 1024 tokens. Each reads the same text and then decodes the same tokens; within a
-length they take turns, so that a busy machine slows all of them.
+and, where the package hqq is installed, hqq at 8 bits (which de-quantize all of it at every step),
+and the patched model with the default 8-bit cache and with a window of 1024 tokens. Each reads the
+same text and then decodes the same tokens; within a length they take turns, so that a busy machine
+slows all of them.
 
     python bench/bench_generate.py                             # a table, and --json OUT
     pytest bench/bench_generate.py -k "2048"                   # one group

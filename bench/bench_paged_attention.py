@@ -1,11 +1,12 @@
 """Decode attention: how much faster than PyTorch's own, and how close to reading the bytes once?
 
 One group per shape and length holds the contenders: torch's SDPA in bf16 and fp32 on a contiguous
-cache (queries of a group as rows, its fastest form on a CPU, and with ``enable_gqa``), transformers'
-DynamicCache and QuantizedCache (fp8, and hqq where it is installed) with SDPA behind them, a bare
-read of as many bytes as the 8-bit blocks have, and `ops.paged_attention` on hot blocks, on 8-bit blocks (the newest one hot), on
-8-bit blocks with a window of 1024, and on mixed tiers: of the old blocks, the older quarter K4V4
-and the others K8V4, values rotated. What is timed is first compared with plain torch.
+cache (queries of a group as rows, its fastest form on a CPU, and with ``enable_gqa``), DynamicCache
+and QuantizedCache of transformers (fp8, and hqq where it is installed) with SDPA behind them, a
+bare read of as many bytes as the 8-bit blocks have, and `ops.paged_attention` on hot blocks, on
+8-bit blocks (the newest one hot), on 8-bit blocks with a window of 1024, and on mixed tiers: of the
+old blocks, the older quarter K4V4 and the others K8V4, values rotated. What is timed is first
+compared with plain torch.
 
     pytest bench/bench_paged_attention.py                     # everything, some minutes
     pytest bench/bench_paged_attention.py -k "8192 and 9/3"   # one group
