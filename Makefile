@@ -48,14 +48,16 @@ modes: $(VENV)/.ready  ## try every way of generating text on every family; writ
 aot: $(VENV)/.ready  ## prove what the kernels compile to, for GPUs that are not here
 	env -u TRITON_INTERPRET $(BIN)/python bench/aot.py $(AOT_ARGS)
 
-# ASan must be loaded before Python itself; its leak check would report the interpreter's own.
+# ASan must be loaded before Python itself; its leak check would report the interpreter's own. g++, for
+# clang++ keeps its runtimes elsewhere.
 SANITIZED := build/sanitized/libomlx_native.so
 sanitize: $(VENV)/.ready  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	OMLX_NATIVE_LIBRARY=$(SANITIZED) $(BIN)/python -m omlx_kernels.native.build -g -O1 -fno-omit-frame-pointer \
-	  -fsanitize=address,undefined -fno-sanitize-recover=undefined
-	OMLX_NATIVE_LIBRARY=$(abspath $(SANITIZED)) ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
-	  $(BIN)/python -m pytest python_tests/kernels/test_native*.py -p no:cacheprovider
+	CXX=g++ OMLX_NATIVE_LIBRARY=$(SANITIZED) $(BIN)/python -m omlx_kernels.native.build -g -O1 \
+	  -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+	OMP_NUM_THREADS=1 OMLX_NATIVE_LIBRARY=$(abspath $(SANITIZED)) ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest python_tests/kernels/test_native*.py -p no:cacheprovider \
+	  -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .

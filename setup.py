@@ -26,6 +26,10 @@ AUTO_GPTQ = ["auto-gptq==0.7.1"]
 # Plots of the analyzer and of the quality tool; without it they print and write JSON.
 TOOLS = ["matplotlib>=3.8"]
 
+# A peer that the benchmarks measure beside; without it they say so and go on. It is built from
+# source; DISABLE_CUDA=1 in the environment spares it the attempt to build CUDA kernels.
+BENCH = ["hqq>=0.2.8"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -69,6 +73,7 @@ setup(
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
+        "bench": [*BENCH, "pytest>=8", "pytest-benchmark"],
         "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
     },
 )

@@ -1,9 +1,10 @@
 """End to end on the GPTQ SmolLM2: how fast is the next token after a long text, and the first?
 
-The contenders are the stock model with transformers' DynamicCache and with its fp8 QuantizedCache
-(which de-quantizes all of it at every step), and the patched model with the default 8-bit cache and
-with a window of 1024 tokens. Each reads the same text and then decodes the same tokens; within a
-length they take turns, so that a busy machine slows all of them.
+The contenders are the stock model with transformers' DynamicCache and with its QuantizedCache, fp8
+and, where the package hqq is installed, hqq at 8 bits (which de-quantize all of it at every step),
+and the patched model with the default 8-bit cache and with a window of 1024 tokens. Each reads the
+same text and then decodes the same tokens; within a length they take turns, so that a busy machine
+slows all of them.
 
     python bench/bench_generate.py                             # a table, and --json OUT
     pytest bench/bench_generate.py -k "2048"                   # one group
@@ -23,7 +24,8 @@ from pathlib import Path
 import pytest
 import torch
 from contender import Contender
-from transformers import PreTrainedModel, QuantizedCache
+from decode_peers import have, stock_cache
+from transformers import PreTrainedModel
 
 import omlx_cache
 from omlx_cache.tools.loading import load_model, load_tokenizer
@@ -32,9 +34,13 @@ from omlx_cache.tools.texts import token_ids
 from omlx_kernels import ops
 
 LENGTHS = (512, 2048, 4096, 8192)
+STOCK = {
+    "stock": "DynamicCache",
+    "stock fp8": "QuantizedCache-fp8",
+    "stock hqq": "QuantizedCache-hqq",
+}
 CONTENDERS = {
-    "stock": None,
-    "stock fp8": None,
+    **dict.fromkeys(have(tuple(STOCK))),
     "8-bit": {},
     "window 1024": {"window_size": 1024},
 }
@@ -43,8 +49,10 @@ STEPS = 8  # tokens a contender decodes in one turn
 
 def contender(name: str, model: PreTrainedModel, ids: torch.Tensor) -> Contender:
     """Let a contender read ``ids``."""
-    cache = (lambda: QuantizedCache("fp8", config=model.config)) if name == "stock fp8" else None
+    cache = (lambda: stock_cache(STOCK[name], model.config)) if name in STOCK else None
     return Contender(model, ids, CONTENDERS[name], cache)
+
+
 
 
 def prepare(device: str) -> tuple[object, torch.Tensor]:
