@@ -1,4 +1,4 @@
-"""Documents that are rendered from results name what the tests have now."""
+"""Documents that are rendered say what the code and the tests have now."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 RENDER = runpy.run_path(str(DOCS / "render_modes.py"))
+CONFIGURATION = runpy.run_path(str(DOCS / "render_configuration.py"))
 
 
 @pytest.fixture
@@ -55,3 +56,8 @@ def test_results_become_a_table(tmp_path):
     assert rendered.splitlines() == ["| | llama | gemma2 |", "|---|---|---|", "| beams | 16 w |  |"]
     begin, end = RENDER["BEGIN"], RENDER["END"]
     assert RENDER["put"]("new", f"a {begin}\nold\n{end} b") == f"a {begin}\nnew\n{end} b"
+
+
+def test_the_configuration_reference_is_up_to_date():
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert text == CONFIGURATION["render"](), "run python docs/render_configuration.py"
