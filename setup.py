@@ -69,6 +69,11 @@ setup(
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
-        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
+        "dev": [
+            *TOOLS,
+            *("pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"),
+            *("mypy", "types-PyYAML"),
+            *("fastapi", "openai", "uvicorn"),  # of the examples in docs/serving.md
+        ],
     },
 )

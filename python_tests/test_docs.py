@@ -61,3 +61,10 @@ def test_results_become_a_table(tmp_path):
 def test_the_configuration_reference_is_up_to_date():
     text = (DOCS / "configuration.md").read_text(encoding="utf-8")
     assert text == CONFIGURATION["render"](), "run python docs/render_configuration.py"
+
+
+def test_the_tables_of_the_kernel_notes_are_up_to_date():
+    pytest.importorskip("triton", reason="no triton for this platform")
+    kernels = runpy.run_path(str(DOCS / "render_kernels.py"))
+    text = (DOCS / "kernels.md").read_text(encoding="utf-8")
+    assert text == kernels["render"](), "run python docs/render_kernels.py"
