@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
+BENCH = Path(__file__).parents[1] / "bench"
 RENDER = runpy.run_path(str(DOCS / "render_modes.py"))
 CONFIGURATION = runpy.run_path(str(DOCS / "render_configuration.py"))
 
@@ -68,3 +70,21 @@ def test_the_tables_of_the_kernel_notes_are_up_to_date():
     kernels = runpy.run_path(str(DOCS / "render_kernels.py"))
     text = (DOCS / "kernels.md").read_text(encoding="utf-8")
     assert text == kernels["render"](), "run python docs/render_kernels.py"
+
+
+def test_the_tables_of_the_tuning_guide_are_up_to_date():
+    tuning = runpy.run_path(str(DOCS / "render_tuning.py"))
+    text = (DOCS / "tuning.md").read_text(encoding="utf-8")
+    assert text == tuning["render"](), "run python docs/render_tuning.py"
+
+
+def test_the_counted_bytes_are_those_of_the_code():
+    results = json.loads((BENCH / "results" / "settings_bytes.json").read_text(encoding="utf-8"))
+    settings = runpy.run_path(str(BENCH / "settings.py"))
+    for name in ("cache_bits=4", "prefill_chunk=128"):
+        report = settings["bytes_of"](settings["llama"](), 2048, **settings["parse"](name))
+        found = {"bytes": report.total_bytes, "peak": report.peak_bytes}
+        assert results[name]["2048"] | found == results[name]["2048"], (
+            "run python bench/settings.py --json bench/results/settings_bytes.json, then "
+            "python docs/render_tuning.py"
+        )
