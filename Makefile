@@ -18,7 +18,7 @@ say   := @printf '==> %s\n'
 BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test modes compat package lint format aot sanitize bench clean distclean venv
+.PHONY: help demo test modes compat package lint types format aot sanitize bench clean distclean venv
 
 help:  ## show this list
 	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
@@ -64,6 +64,9 @@ lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+types: $(VENV)/.ready  ## check type hints
+	$(BIN)/mypy
+
 format: $(VENV)/.ready  ## fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -74,7 +77,7 @@ bench: $(VENV)/.ready  ## run the benchmarks
 endif
 
 clean:  ## remove caches and build outputs; the environment is checked again at the next make
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks $(VENV)/.ready
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks $(VENV)/.ready
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment too

@@ -23,6 +23,7 @@ from omlx_cache.config import CacheConfig
 from omlx_cache.config_errors import spell
 from omlx_cache.config_pending import NOT_LANDED
 from omlx_cache.config_source import SECTIONS
+from omlx_cache.config_types import allowed_by, section_of
 
 DOCUMENT = Path(__file__).with_name("configuration.md")
 WIDTH = 120
@@ -61,19 +62,18 @@ def render() -> str:
     for section in SECTIONS:
         parts.append(f"## `{section}`\n")
         for name, field in CacheConfig.model_fields.items():
-            if field.json_schema_extra["section"] == section:
+            if section_of(field) == section:
                 parts.append(_entry(name, field))
     parts.append(_pending())
     return "\n".join(parts)
 
 
 def _entry(name: str, field: Any) -> str:
-    extra = field.json_schema_extra
     lines = [
         f"### `{name}`\n",
         "| | |",
         "|---|---|",
-        f"| accepts | {extra['allowed']} |",
+        f"| accepts | {allowed_by(field)} |",
         f"| default | `{_word(field.default)}` |",
     ]
     if name in NOT_LANDED:

@@ -6,16 +6,15 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
 
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import CACHE_NAMES, StoppingCriteriaList, cache_name
+from omlx_cache.compat import CACHE_NAMES, PreTrainedModel, StoppingCriteriaList, cache_name
 from omlx_cache.patch_state import state_of
 from omlx_cache.reuse import FreeEndedRows, Settings, begin_with_known
 
 
 def run_generate(
-    model: nn.Module,
+    model: PreTrainedModel,
     inputs: Any,
     generation_config: Any,
     args: tuple,

@@ -1,4 +1,4 @@
-"""The wheel and the source archive hold what the package needs, and work outside of the repository."""
+"""Wheel and source archive hold what the package needs, and work outside of the repository."""
 
 from __future__ import annotations
 
