@@ -71,7 +71,7 @@ def run_generate(
             state.used(cache, snapshot=True)
 
 
-def _positional(model: nn.Module) -> list[str]:
+def _positional(model: PreTrainedModel) -> list[str]:
     """Return the names of the arguments of ``generate`` behind its generation configuration."""
     return list(inspect.signature(type(model).generate).parameters)[3:]
 
