@@ -18,7 +18,7 @@ say   := @printf '==> %s\n'
 BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test modes compat lint format aot sanitize bench clean distclean venv
+.PHONY: help demo test modes compat package lint types format aot sanitize bench clean distclean venv
 
 help:  ## show this list
 	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
@@ -32,7 +32,7 @@ demo: $(VENV)/.ready  ## chat with a small real model, stock and patched, and co
 # tests run at once, each on one thread: several pools of threads on the same cores only wait for each other.
 test: $(VENV)/.ready  ## run every test: kernels interpreted on the CPU, then those that compile
 	$(say) "tests (1/2): everything but the tests that compile, Triton interpreted on the CPU"
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix" \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix and not package" \
 	  -n auto --maxprocesses 4 --dist worksteal
 	$(say) "tests (2/2): tests that compile for GPU architectures (no GPU needed)"
 	OMP_NUM_THREADS=1 env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot -n auto --maxprocesses 4 --dist worksteal
@@ -59,9 +59,15 @@ sanitize: $(VENV)/.ready  ## run the native tests under AddressSanitizer and Und
 	  $(BIN)/python -m pytest python_tests/kernels/test_native*.py -p no:cacheprovider \
 	  -n auto --maxprocesses 4 --dist worksteal
 
+package: $(VENV)/.ready  ## build wheel and source archive, and use them outside of the repository
+	$(BIN)/python -m pytest -m package python_tests/test_package.py
+
 lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready  ## check type hints
+	$(BIN)/mypy
 
 format: $(VENV)/.ready  ## fix what lint can fix
 	$(BIN)/ruff check --fix .
@@ -73,7 +79,7 @@ bench: $(VENV)/.ready  ## run the benchmarks
 endif
 
 clean:  ## remove caches and build outputs; the environment is checked again at the next make
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks $(VENV)/.ready
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks $(VENV)/.ready
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment too

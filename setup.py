@@ -74,6 +74,11 @@ setup(
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
         "bench": [*BENCH, "pytest>=8", "pytest-benchmark"],
-        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
+        "dev": [
+            *TOOLS,
+            *("pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"),
+            *("mypy", "types-PyYAML"),
+            *("fastapi", "openai", "uvicorn"),  # of the examples in docs/serving.md
+        ],
     },
 )

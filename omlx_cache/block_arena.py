@@ -37,6 +37,20 @@ class BlockArena:
         self.kept_pages: KeptBlocks | None = None
 
     @property
+    def known_blocks(self) -> KeptBlocks:
+        """`kept_blocks` of an arena that a prefix store made.
+
+        Raises:
+            RuntimeError: for another one.
+        """
+        return _made_by_a_store(self.kept_blocks)
+
+    @property
+    def known_pages(self) -> KeptBlocks:
+        """`kept_pages` likewise."""
+        return _made_by_a_store(self.kept_pages)
+
+    @property
     def num_available(self) -> int | None:
         """Blocks that a step may take: free, or only held for later calls; None: no bound."""
         free, kept = self.blocks.num_free, self.kept_blocks
@@ -92,7 +106,8 @@ class BlockArena:
 
     def _follow(self, moves: Mapping[Tier, Mapping[int, int]]) -> None:
         for row in (row for rows in self.members for row in rows):
-            row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
+            if row.sink_page is not None:
+                row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
             row.blocks = [
                 replace(block, index=moves[block.tier].get(block.index, block.index))
                 for block in row.blocks
@@ -101,3 +116,9 @@ class BlockArena:
             if kept is not None:
                 for tier, pairs in moves.items():
                     kept.follow(tier, pairs)
+
+
+def _made_by_a_store(kept: KeptBlocks | None) -> KeptBlocks:
+    if kept is None:
+        raise RuntimeError("BlockArena: the arena must be one of a prefix store, got another")
+    return kept

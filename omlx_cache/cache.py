@@ -279,20 +279,25 @@ class PagedCache(Cache):
 
     def columns_in_step(self) -> np.ndarray:
         """Return which columns are real, [rows, past + columns], those of the step included."""
-        new, _ = self._step
+        new, _ = self._running_step()
         return np.concatenate([self._columns.stored(new.shape[0], self.get_seq_length()), new], 1)
 
     def end_step(self) -> None:
         """Make what the step in progress stored part of the cache."""
         for group in self.groups:
             group.commit()
-        valid, ids = self._step
+        valid, ids = self._running_step()
         past = self.get_seq_length()
         self._columns.add(valid, past, ids)
         self._set_columns(past + valid.shape[1])
         if valid.shape[1] > 1:  # a prompt: others may begin with it from now on
             self._keep(partial=False)
         self._end_turn()
+
+    def _running_step(self) -> tuple[np.ndarray, torch.Tensor | None]:
+        if self._step is None:
+            raise RuntimeError("PagedCache: a step must be in progress")
+        return self._step
 
     def drop_dead_step(self) -> None:
         """Undo the step that a compiled graph of this thread began and, failing, never ended."""

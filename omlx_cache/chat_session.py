@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import cache_name
+from omlx_cache.compat import PreTrainedModel, cache_name
 from omlx_cache.conversation import Conversation
 from omlx_cache.patch_state import state_of
 from omlx_cache.reuse import Settings, begin_with_known
@@ -42,7 +41,9 @@ class ChatSession:
         >>> chat.edit(0, "What is a page?", max_new_tokens=64)               # doctest: +SKIP
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, *, system: str | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, *, system: str | None = None
+    ) -> None:
         if not state_of(model).config.prefix_cache:
             raise ValueError(
                 "ChatSession: the model must be patched with prefix_cache=True, got False; call "
@@ -117,6 +118,6 @@ class ChatSession:
         return self.send(message, **generation)
 
 
-def _end_ids(model: nn.Module) -> set[int]:
+def _end_ids(model: PreTrainedModel) -> set[int]:
     ids = model.generation_config.eos_token_id
     return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)

@@ -25,6 +25,7 @@ from omlx_cache.config_pending import (
     today,
 )
 from omlx_cache.config_source import SECTIONS, collect, from_file, from_keywords
+from omlx_cache.config_types import section_of
 
 
 class CacheConfig(ConfigFields):
@@ -86,7 +87,8 @@ class CacheConfig(ConfigFields):
             'oldest'
         """
         if config is None:
-            given, problems = {}, []
+            given: dict[str, Given] = {}
+            problems: list[str] = []
         elif isinstance(config, CacheConfig):
             known = {k: getattr(config, k) for k in config.model_fields_set}
             given, problems = from_keywords(known, _SECTION_OF)
@@ -158,7 +160,7 @@ class CacheConfig(ConfigFields):
 
 _FIELDS = CacheConfig.model_fields
 _PRECISION = ("cache_bits", "tiers", "target_saving")
-_SECTION_OF = {k: f.json_schema_extra["section"] for k, f in _FIELDS.items()}
+_SECTION_OF = {k: section_of(f) for k, f in _FIELDS.items()}
 _SECTION_OF |= {k: row.section for k, row in NOT_LANDED.items() if row.section}
 
 

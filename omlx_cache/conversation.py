@@ -98,8 +98,8 @@ class Conversation:
         if not self.has_template:
             system = "" if self._system is None else f"{self._system}\n"
             return f"{system}User: {message}\nAssistant:"
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._render([*system, {"role": "user", "content": message}])
+        first = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return self._render([*first, {"role": "user", "content": message}])
 
     def _continuation(self, message: str) -> str:
         if not self.has_template:

@@ -63,6 +63,17 @@ class LayerGroup:
         self.observer: Observer | None = None
 
     @property
+    def running_step(self) -> StepPlan:
+        """The step in progress.
+
+        Raises:
+            RuntimeError: when there is none.
+        """
+        if self.step is None:
+            raise RuntimeError("LayerGroup: a step must be in progress; call begin first")
+        return self.step
+
+    @property
     def rows(self) -> list[Sequence]:
         """The sequences."""
         return self._rows
@@ -99,8 +110,8 @@ class LayerGroup:
         Raises:
             OutOfBlocksError: when they will not; nothing is changed.
         """
-        free = self.arena.num_available
-        if free is None:
+        free, bound = self.arena.num_available, self.blocks.max_blocks
+        if free is None or bound is None:
             return
         lengths = [row.length for row in self.rows]
         first = [self._first_live(row) for row in self.rows]
@@ -120,7 +131,7 @@ class LayerGroup:
             needed -= sum(still_live) - sum(first)
             first = still_live
         if worst > free:
-            raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
+            raise OutOfBlocksError(worst, free, bound)
 
     def _is_sharing(self) -> bool:
         return any(self.arena.num_holders(b) > 1 for row in self.rows for b in row.blocks)
@@ -170,12 +181,12 @@ class LayerGroup:
 
     def commit(self) -> None:
         """Finish the step in progress, and give back the memory that it freed."""
-        self.step.commit()
+        self.running_step.commit()
         self._end()
 
     def rollback(self) -> None:
         """Undo the step in progress."""
-        self.step.rollback()
+        self.running_step.rollback()
         self._end()
 
     def _end(self) -> None:

@@ -65,16 +65,27 @@ class PagedLayer(CacheLayerMixin):
         self.pending = (key_states, value_states)
         return key_states, value_states
 
+    @property
+    def stored(self) -> LayerPool:
+        """What the layer has stored.
+
+        Raises:
+            RuntimeError: before its first keys.
+        """
+        if self.pool is None:
+            raise RuntimeError("PagedLayer: the layer must have run, got one without keys")
+        return self.pool
+
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.pool is None:
             self.lazy_initialization(key_states, value_states)
-        self.pool.fit(self.group.capacity())
-        step = self.group.step
-        blocks, tables = self.pool.blocks, step.tables(key_states.device)
+        pool, step = self.stored, self.group.running_step
+        pool.fit(self.group.capacity())
+        blocks, tables = pool.blocks, step.tables(key_states.device)
         copy_blocks(blocks.hot, step.copies)
         copy_blocks(blocks.sink, step.page_copies)
         # [batch, heads, columns, dim] -> [batch * columns, heads, dim]
-        dtype = self.pool.format.dtype
+        dtype = pool.format.dtype
         k, v = (
             x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)
         )
@@ -106,7 +117,7 @@ class PagedLayer(CacheLayerMixin):
             [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
         """
         self._store(key, value)
-        blocks, tables = self.pool.blocks, self.group.step.tables(query.device)
+        blocks, tables = self.stored.blocks, self.group.running_step.tables(query.device)
         batch, heads, columns, dim = query.shape
         operands, sight = self.operands(query)
         observer, mass = self.group.observer, None
@@ -122,7 +133,7 @@ class PagedLayer(CacheLayerMixin):
             sink_logits=sink_logits if sink_logits is None else sink_logits.detach(),
             split_mass=mass,
         )
-        if observer is not None:
+        if observer is not None and mass is not None:
             observer(self.index, tables.meta, mass)
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)
@@ -137,15 +148,16 @@ class PagedLayer(CacheLayerMixin):
         Args:
             query: [batch, num_q_heads, columns, head_dim].
         """
-        tables, group = self.group.step.tables(query.device), self.group
-        q = query.to(self.pool.format.dtype).transpose(1, 2).flatten(0, 1)
+        group, pool = self.group, self.stored
+        tables = group.running_step.tables(query.device)
+        q = query.to(pool.format.dtype).transpose(1, 2).flatten(0, 1)
         packed = q if tables.token_index is None else q[tables.token_index]
         sight = {
             "window_size": group.geometry.window_size,
             "keep_sinks": group.keep_sinks,
             "sink_q": self._sink_query(packed, tables.sink_offsets),
         }
-        return (packed, self.pool.blocks, tables.meta), sight
+        return (packed, pool.blocks, tables.meta), sight
 
     def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
         """Return the queries as they look at the sinks outside of the window; None: as they are."""

@@ -97,7 +97,7 @@ class PatchState:
 
     def __deepcopy__(self, memo: dict) -> PatchState:
         """Copy for a copied model; caches of the original are not the copy's."""
-        copied = memo[id(self)] = PatchState(self.config, None)  # the modules refer back to it
+        copied = memo[id(self)] = PatchState(self.config, self.spec)  # modules refer back to it
         copied.spec = copy.deepcopy(self.spec, memo)
         copied.configs = copy.deepcopy(self.configs, memo)
         copied.hooks = copy.deepcopy(self.hooks, memo)

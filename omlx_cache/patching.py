@@ -15,7 +15,11 @@ from torch import nn
 from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
 from omlx_cache.cache import PagedCache
 from omlx_cache.cache_report import CacheReport
-from omlx_cache.compat import install_capturing_hooks, remove_capturing_hooks
+from omlx_cache.compat import (
+    PreTrainedModel,
+    install_capturing_hooks,
+    remove_capturing_hooks,
+)
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder, run_traced_decoder
 from omlx_cache.generation import run_generate
@@ -118,7 +122,7 @@ def patched(
 
     A model that was patched before gets its former configuration back.
     """
-    before = find_state(model)
+    before = find_state(unwrap(model))
     former = before.config if before is not None else None
     patch(model, config, **overrides)
     try:
@@ -155,7 +159,7 @@ def report(model_or_cache: Any) -> CacheReport:
     return state.last_report
 
 
-def _weight_bits(model: Any, inner: nn.Module) -> int | None:
+def _weight_bits(model: Any, inner: PreTrainedModel) -> int | None:
     """Return the bits of a weight: of its codes, or of its dtype where it has none."""
     if getattr(inner.config, "quantization_config", None) is not None:
         return gptq_bits(model)
@@ -187,7 +191,8 @@ def _replace_method(state: PatchState, module: nn.Module, name: str, function: C
 def _decoder_forward(self: nn.Module, *args, **kwargs):
     """Stand in for the decoder's forward."""
     run = run_traced_decoder if torch.compiler.is_compiling() else run_decoder
-    return run(attached_state(self), args, kwargs)
+    state: Any = attached_state(self)  # never None where this stands in
+    return run(state, args, kwargs)
 
 
 def _create_masks_for_generate(

@@ -112,7 +112,8 @@ class PrefixStore:
     def take(self, prefixes: Sequence[Prefix], groups: Sequence[LayerGroup]) -> None:
         """Make rows of the groups that begin with ``prefixes``, as holders of their blocks."""
         for group in groups:
-            rows = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
+            found = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
+            rows = [row for row in found if row is not None]
             group.arena.share(rows)
             group.rows = rows
             for prefix, row in zip(prefixes, rows, strict=True):
@@ -123,7 +124,7 @@ class PrefixStore:
         """Make the blocks of some nodes the most recently used, the first of a text last."""
         for node in reversed(nodes):
             if node.start in starts:
-                group.arena.kept_blocks.touch(node)
+                group.arena.known_blocks.touch(node)
 
     def _row(self, group: LayerGroup, nodes: Sequence[PrefixNode], length: int) -> Row | None:
         """Return the row that would continue behind ``length`` tokens; None: a block has left."""
@@ -131,11 +132,12 @@ class PrefixStore:
         row = Row(length)
         for node in nodes:
             if self._is_sinks(node):
-                block = group.arena.kept_pages.get(node)
+                block = group.arena.known_pages.get(node)
                 row.sink_page = None if block is None else block.index
             elif not group.geometry.is_released(StoredBlock(node.start, Tier.HOT, 0), length):
-                block = group.arena.kept_blocks.get(node)
-                row.blocks.append(block)
+                block = group.arena.known_blocks.get(node)
+                if block is not None:
+                    row.blocks.append(block)
             else:
                 continue
             if block is None:
@@ -158,7 +160,7 @@ class PrefixStore:
             known = min(len(ids), groups[0].rows[i].length)
             self._keep_row(groups, i, ids[:known], partial)
         for group in groups:
-            group.arena.kept_blocks.trim()
+            group.arena.known_blocks.trim()
             group.arena.settle()
 
     def _keep_row(
@@ -176,11 +178,11 @@ class PrefixStore:
             node = self.tree.add(node, chunk)
             path.append(node)
             for group, blocks in zip(groups, stored, strict=True):
-                if at_sinks:
-                    page = StoredBlock(0, Tier.SINK, group.rows[i].sink_page)
-                    group.arena.kept_pages.keep(node, page)
+                page = group.rows[i].sink_page
+                if at_sinks and page is not None:
+                    group.arena.known_pages.keep(node, StoredBlock(0, Tier.SINK, page))
                 elif node.start in blocks:
-                    group.arena.kept_blocks.keep(node, blocks[node.start])
+                    group.arena.known_blocks.keep(node, blocks[node.start])
             if not at_sinks and self._is_whole(node):
                 for shorter in self.tree.continued(node):
                     self._forget(shorter)
@@ -194,8 +196,8 @@ class PrefixStore:
         with self.lock:
             self._is_closed = True
             for arena in self.arenas:
-                arena.kept_blocks.reset()
-                arena.kept_pages.reset()
+                arena.known_blocks.reset()
+                arena.known_pages.reset()
                 arena.settle()
             self.tree = PrefixTree(self.config.block_size, self.config.sink_tokens)
 
@@ -222,24 +224,24 @@ class PrefixStore:
 
     def _is_hot(self, node: PrefixNode) -> bool:
         """Whether every arena has the block of a node in the model's dtype: it can be cut."""
-        blocks = [arena.kept_blocks.get(node) for arena in self.arenas]
+        blocks = [arena.known_blocks.get(node) for arena in self.arenas]
         return all(block is not None and block.tier is Tier.HOT for block in blocks)
 
     def _is_whole(self, node: PrefixNode) -> bool:
-        return all(arena.kept_blocks.get(node) for arena in self.arenas)
+        return all(arena.known_blocks.get(node) for arena in self.arenas)
 
     def _forget(self, node: PrefixNode) -> None:
         for arena in self.arenas:
-            arena.kept_blocks.drop(node)
+            arena.known_blocks.drop(node)
         self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
         """Forget a node without blocks and children, and its parents likewise."""
         while node.parent is not None and not node.children:
-            if any(arena.kept_blocks.get(node) for arena in self.arenas):
+            if any(arena.known_blocks.get(node) for arena in self.arenas):
                 return
             for arena in self.arenas:
-                arena.kept_pages.drop(node)
+                arena.known_pages.drop(node)
             if node not in self.tree:
                 return
             self.tree.remove(node)

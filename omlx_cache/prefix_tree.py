@@ -109,9 +109,10 @@ class PrefixTree:
 
     def continued(self, node: PrefixNode) -> list[PrefixNode]:
         """Return the partial blocks beside ``node`` whose tokens it begins with."""
+        beside = {} if node.parent is None else node.parent.children
         return [
             other
-            for other in node.parent.children.values()
+            for other in beside.values()
             if other is not node
             and len(other.tokens) < len(node.tokens)
             and _shared(other.tokens, node.tokens) == len(other.tokens)
@@ -127,9 +128,13 @@ class PrefixTree:
 
     def remove(self, node: PrefixNode) -> None:
         """Forget a node that has no children."""
+        if node.parent is None:
+            raise ValueError("PrefixTree.remove: node must not be the root")
         del node.parent.children[node.tokens.tobytes()]
 
     def __contains__(self, node: PrefixNode) -> bool:
+        if node.parent is None:
+            return node is self.root
         return node.parent.children.get(node.tokens.tobytes()) is node
 
     def __iter__(self) -> Iterator[PrefixNode]:

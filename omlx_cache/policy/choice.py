@@ -37,6 +37,7 @@ def policy_of(
     Raises:
         ValueError: for a ``target_saving`` that the format can't reach.
     """
+    policy: Policy
     if config.target_saving is not None:
         policy = SavingPolicy.for_format(
             config.target_saving, config.recent_tokens, geometry, block_format

@@ -159,10 +159,10 @@ class SavedCache:
         stored, present = self._description["format"], format_fingerprint(cache)
         other = differences(stored, present)
         if other:
-            values = "; ".join(f"{n}: {stored.get(n)} and {present.get(n)}" for n in other)
+            both = "; ".join(f"{n}: {stored.get(n)} and {present.get(n)}" for n in other)
             raise ValueError(
                 f"PagedCache.load: {self.path} must be stored as the model is patched, got other "
-                f"{values}; patch(model, ...) with the configuration that it was saved with: "
+                f"{both}; patch(model, ...) with the configuration that it was saved with: "
                 f"{_changed(self._description['config'], cache)}"
             )
 
@@ -216,7 +216,7 @@ def _describe(group: LayerGroup, contents: _Contents) -> dict:
     rows = [
         {
             "length": row.length,
-            "sink_page": places[Tier.SINK].get(row.sink_page),
+            "sink_page": None if row.sink_page is None else places[Tier.SINK].get(row.sink_page),
             "blocks": [[b.start, b.tier.name, places[b.tier][b.index]] for b in row.blocks],
         }
         for row in group.rows

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
 from omlx_cache.tools.prepared import PreparationError
 from omlx_cache.tools.progress import Progress
@@ -45,8 +46,9 @@ def run_child(
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=noise, env=variables, text=True
         )
+        said = cast("IO[str]", child.stdout)  # it is a pipe
         try:
-            for line in child.stdout:
+            for line in said:
                 event = json.loads(line)
                 progress(event["step"], event["done"], event["total"])
             code = child.wait()
@@ -57,7 +59,7 @@ def run_child(
             if child.poll() is None:
                 child.kill()
                 child.wait()
-            child.stdout.close()
+            said.close()
     if code != 0:
         raise PreparationError(
             f"{module.rpartition('.')[2]} {arguments[0]} failed (exit code {code}); the whole log "

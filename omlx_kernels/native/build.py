@@ -94,13 +94,13 @@ def compile_library(target: Path, extra_flags: list[str] | None = None) -> Path:
     name = find_compiler().split()
     compiler = [*name, *FLAGS, f'-DOMLX_SOURCE_HASH="{source_hash()}"']
     extra = extra_flags or []
-    isas = {"portable": []}
+    isas: dict[str, list[str]] = {"portable": []}
     # What the compiler makes code for, not what it runs on: it may be a cross-compiler.
     if _run([*name, "-dumpmachine"]).startswith(("x86_64", "amd64")):
         isas |= X86_ISAS
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        steps = [(name, SOURCES / name, []) for name in SHARED]
+        steps: list[tuple[str, Path, list[str]]] = [(name, SOURCES / name, []) for name in SHARED]
         steps += [(isa, SOURCES / "kernels.cpp", flags) for isa, flags in isas.items()]
 
         def compile_one(step: tuple[str, Path, list[str]]) -> str:
