@@ -107,6 +107,7 @@ class ChatSession:
             output = self._model.generate(input_ids=inputs, **given)
         finally:
             cache.keep()
+            state_of(self._model).used(cache, snapshot=True)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences[0, len(ids) :].tolist()
 

@@ -139,7 +139,7 @@ class SavedCache:
         return cache
 
     def changed_keys(self, cache: PagedCache) -> str:
-        """Return the keys of the saved configuration that ``cache`` has otherwise, to patch with."""
+        """Return the keys, with their values, that the saved configuration has otherwise."""
         return _changed(self._description["config"], cache)
 
     def _open(self, file) -> SealedReader:

@@ -93,3 +93,11 @@ def load_chat(path: str | os.PathLike[str], model: nn.Module, tokenizer: Any) ->
     if columns := cache.get_seq_length():
         cache.keep_as(torch.tensor([chat["ids"][:columns]]))
     return chat
+
+
+def is_saved_chat(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a whole chat that `save_chat` wrote."""
+    try:
+        return "chat" in SavedCache(path).extra
+    except (OSError, ValueError):
+        return False
