@@ -26,6 +26,9 @@ AUTO_GPTQ = ["auto-gptq==0.7.1"]
 # Plots of the analyzer and of the quality tool; without it they print and write JSON.
 TOOLS = ["matplotlib>=3.8"]
 
+# Gauges for Prometheus.
+PROMETHEUS = ["prometheus-client"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -69,6 +72,15 @@ setup(
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
-        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
+        "prometheus": PROMETHEUS,
+        "dev": [
+            *TOOLS,
+            *PROMETHEUS,
+            "pytest>=8",
+            "pytest-benchmark",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+        ],
     },
 )
