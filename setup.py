@@ -30,6 +30,9 @@ TOOLS = ["matplotlib>=3.8"]
 # source; DISABLE_CUDA=1 in the environment spares it the attempt to build CUDA kernels.
 BENCH = ["hqq>=0.2.8"]
 
+# Gauges for Prometheus.
+PROMETHEUS = ["prometheus-client"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -74,8 +77,10 @@ setup(
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
         "bench": [*BENCH, "pytest>=8", "pytest-benchmark"],
+        "prometheus": PROMETHEUS,
         "dev": [
             *TOOLS,
+            *PROMETHEUS,
             *("pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"),
             *("mypy", "types-PyYAML"),
             *("fastapi", "openai", "uvicorn"),  # of the examples in docs/serving.md

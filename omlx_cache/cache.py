@@ -472,6 +472,15 @@ class PagedCache(Cache):
             self._keep(partial=True)
         self._columns.ids = None
 
+    def keep_as(self, ids: torch.Tensor) -> None:
+        """Let the store hold what a cache that `load` filled holds: the texts ``ids``.
+
+        Args:
+            ids: [rows, columns], for every column of the cache.
+        """
+        self._columns.ids = [ids]
+        self.keep()
+
     def _keep(self, *, partial: bool, rows: list[int] | None = None) -> None:
         """Let the store hold what some rows hold (None: all), with their last block or without."""
         if self._store is not None and self._columns.ids:

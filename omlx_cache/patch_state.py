@@ -86,6 +86,9 @@ class PatchState:
             snapshot: also note what it holds, for when it will be gone; once a call, not a step.
         """
         self.last_cache = weakref.ref(cache)
+        if self.store is not None and not self.store.has_run:
+            # GPTQ kernels replace a layer's weights by a packed form when it runs first.
+            self.store.fingerprint, self.store.has_run = fingerprint(self.spec.decoder), True
         if snapshot:
             self.last_report = cache.report()
 

@@ -42,10 +42,14 @@ class PrefixStore:
     Args:
         config: of every cache that draws from here.
         fingerprint: what the blocks were computed with; see `omlx_cache.fingerprint`.
+
+    Attributes:
+        has_run: whether the model has run since; what it changed of itself then is no change.
     """
 
     def __init__(self, config: CacheConfig, fingerprint: tuple) -> None:
         self.config, self.fingerprint = config, fingerprint
+        self.has_run = False
         self.meter = MemoryMeter()
         self.lock = StepLock(self._take_back)
         self.tree = PrefixTree(config.block_size, config.sink_tokens)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from omlx_cache.compat import PreTrainedModel
-from omlx_cache.policy.saving import SavingPolicy
 
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
@@ -100,19 +99,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     )
 
 
+def template_fingerprint(tokenizer: Any) -> str:
+    """Return what identifies a tokenizer's chat template; without one, too."""
+    return _digest(getattr(tokenizer, "chat_template", None))
+
+
 def block_fingerprint(cache: PagedCache, decoder: PreTrainedModel) -> bytes:
     """Return what every block of a cache depends on beside its tokens: for `BlockFiles`.
 
     Stricter than what `PagedCache.load` asks for: also the precision at which earlier tokens
     were seen, for blocks that nobody can tell apart must be equal.
     """
-    policy = cache.groups[0].policy
-    if isinstance(policy, SavingPolicy):
-        raise NotImplementedError(
-            "block_fingerprint: target_saving can't be served, with it the precision of a block "
-            "depends on the length of the text; give cache_bits or tiers"
-        )
-    precision = [policy.recent_tokens, [[tier.name, tokens] for tier, tokens in policy.ranges]]
+    precision = [repr(group.policy) for group in cache.groups]  # frozen dataclasses
     parts = [model_fingerprint(decoder), format_fingerprint(cache), precision]
     return hashlib.sha256(_json(parts).encode()).digest()
 

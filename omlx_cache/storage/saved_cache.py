@@ -95,6 +95,7 @@ class SavedCache:
 
     Args:
         path: of the file.
+        caller: whom the messages of errors name.
 
     Attributes:
         extra: what was kept beside the cache.
@@ -104,8 +105,8 @@ class SavedCache:
         ValueError: it is damaged, or another one; the message says which.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, caller: str = "PagedCache.load") -> None:
+        self.path, self._caller = Path(path), caller
         with open(self.path, "rb") as file:
             metadata = self._open(file).metadata
         self._description = json.loads(metadata["cache"])
@@ -137,6 +138,10 @@ class SavedCache:
                 raise
         return cache
 
+    def changed_keys(self, cache: PagedCache) -> str:
+        """Return the keys, with their values, that the saved configuration has otherwise."""
+        return _changed(self._description["config"], cache)
+
     def _open(self, file) -> SealedReader:
         try:
             return SealedReader(file, KIND)
@@ -144,7 +149,10 @@ class SavedCache:
             raise self._damaged(error) from error
 
     def _damaged(self, error: SealedError) -> ValueError:
-        return ValueError(f"PagedCache.load: {self.path} can't be used: {error}; compute it again")
+        return ValueError(
+            f"{self._caller}: {self.path} must be a whole file that was saved, got one that can't "
+            f"be used: {error}; use another copy, or begin anew"
+        )
 
     def _check(self, cache: PagedCache, state: PatchState) -> None:
         stored, present = self._description["model"], model_fingerprint(state.spec.decoder)
@@ -152,7 +160,7 @@ class SavedCache:
         if other:
             values = [f"{n} {stored.get(n)} and {present.get(n)}" for n in other if n == "dtype"]
             raise ValueError(
-                f"PagedCache.load: {self.path} must be a cache of this model, got one whose "
+                f"{self._caller}: {self.path} must be a cache of this model, got one whose "
                 f"{', '.join(other)} differ{'s' if len(other) == 1 else ''}"
                 f"{' (' + values[0] + ')' if values else ''}; load the model that it was saved with"
             )
@@ -161,9 +169,9 @@ class SavedCache:
         if other:
             both = "; ".join(f"{n}: {stored.get(n)} and {present.get(n)}" for n in other)
             raise ValueError(
-                f"PagedCache.load: {self.path} must be stored as the model is patched, got other "
+                f"{self._caller}: {self.path} must be stored as the model is patched, got other "
                 f"{both}; patch(model, ...) with the configuration that it was saved with: "
-                f"{_changed(self._description['config'], cache)}"
+                f"{self.changed_keys(cache)}"
             )
 
     def _fill(self, cache: PagedCache, state: PatchState, sealed: SealedReader) -> None:

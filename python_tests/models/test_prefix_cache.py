@@ -191,6 +191,22 @@ def test_changed_weights_begin_anew():
     assert torch.equal(text, greedy(model, inputs_of(ids), 5))
 
 
+def test_weights_that_are_packed_when_they_run_first_are_the_same():
+    model = omlx_cache.patch(tiny_model(), **EXACT)
+    linear = model.get_decoder().layers[0].mlp.up_proj
+
+    def pack(module, args) -> None:  # as the kernels of GPTQ do
+        if not hasattr(module, "is_packed"):
+            module.weight = torch.nn.Parameter(module.weight.detach().clone())
+            module.is_packed = True
+
+    linear.register_forward_pre_hook(pack)
+    ids = random_ids(1, 200)
+    greedy(model, inputs_of(ids), 4)
+    greedy(model, inputs_of(ids), 4)
+    assert reused(model) >= 192
+
+
 def test_the_bound_holds_and_the_least_recently_used_leave():
     model = omlx_cache.patch(tiny_model(), **EXACT | {"prefix_cache_blocks": 6})
     texts = [random_ids(1, 190, seed=i) for i in range(3)]  # three blocks each
