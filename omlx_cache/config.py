@@ -141,6 +141,8 @@ class CacheConfig(ConfigFields):
 
     def _fill(self, given: dict[str, Given], problems: list[str]) -> None:
         """Validate into self, or raise one error that holds every problem."""
+        if "disk_cache" in given and given["disk_cache"].value is not False:
+            given = {"prefix_cache": Given(True, "kv_cache.prefix_cache"), **given}
         bad: list[str] = []
         try:
             super().__init__(**{k: g.value for k, g in given.items() if k in _FIELDS})
@@ -196,6 +198,13 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
         lines.append(
             f"{which} exclude each other: each says how older tokens are stored; delete all but one"
         )
+    disk, prefix = given.get("disk_cache"), given.get("prefix_cache")
+    if disk and prefix and not {"disk_cache", "prefix_cache"} & set(bad):
+        if disk.value is not False and not prefix.value:
+            lines.append(
+                f"{disk.path}{disk.place} keeps on disk what prefix_cache keeps, and needs it; "
+                f"delete {prefix.path}: {prefix.shown()}{prefix.place}, or make it true"
+            )
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")
     )

@@ -32,7 +32,8 @@ def landed(draw):
         "block_size": draw(st.integers(1, 64)) * 64,
         "max_gpu_blocks": draw(st.none() | st.integers(1, 10**9)),
         "cpu_offload": False,
-        "disk_cache": False,
+        "disk_cache": draw(st.sampled_from([False, True, "/somewhere"])),
+        "max_disk_bytes": draw(st.none() | st.integers(1, 10**12)),
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
         "prefix_cache": draw(st.booleans()),
@@ -50,6 +51,8 @@ def landed(draw):
     pair = {"window_size", "sink_tokens"}  # drawn to fit each other: keep both or none
     kept = draw(st.sets(st.sampled_from(sorted(values))))
     kept = kept | pair if kept & pair else kept
+    if values["disk_cache"]:  # which needs it
+        values["prefix_cache"] = True
     kept -= set(PRECISION) - {draw(st.sampled_from(PRECISION))}  # one instead of the others
     return {key: value for key, value in values.items() if key in kept}
 
@@ -129,6 +132,7 @@ def test_defaults():
         "max_gpu_blocks": None,
         "cpu_offload": False,
         "disk_cache": False,
+        "max_disk_bytes": 10**10,
         "recent_tokens": 128,
         "prefill_chunk": 512,
         "prefix_cache": False,
@@ -230,6 +234,8 @@ WRONG = [
     ("cpu_offload", None, "default, False"),
     ("disk_cache", "", "the path of a directory"),
     ("disk_cache", 0, "write False"),
+    ("max_disk_bytes", 0, "an integer of at least 1, or None (no bound)"),
+    ("max_disk_bytes", "10 GB", "got '10 GB' (str)"),
     ("recent_tokens", -1, "an integer of at least 0, got -1 (int)"),
     ("recent_tokens", None, "default, 128"),
     ("prefill_chunk", 0, "or None (the whole prompt at once)"),
@@ -442,12 +448,10 @@ def test_several_errors_come_together_one_a_line():
 
 EARLY = {
     "cpu_offload": [True],
-    "disk_cache": [True, "/somewhere", pathlib.Path("somewhere")],
     "pruning": ["topk", "random"],
     "prune_ratio": [0.3],
     "max_cpu_blocks": [64],
     "recall": ["topk", "all"],
-    "max_disk_bytes": [10**9],
 }
 
 
