@@ -15,8 +15,8 @@ own compresses, seals and writes it. What waits for it is bounded (`BACKLOG_BYTE
 which there is no room is not waited for but offered again by the next call that keeps it, and by
 `flush`. During a prompt, a block that is to get colder soon isn't written yet. A block that has got
 colder since it was written replaces its file, so that a text that is read back takes the memory
-that it took. A last, partial block is a file of its tokens alone, and removed once a longer one is
-on the disk.
+that it took. A last, partial block is a file of its tokens alone; it is removed when a longer one
+is on the disk, and a later call has gone on from there.
 
 **What is promised.** When `flush` (or `omlx_cache.flush`) has returned True, everything that was
 kept at that moment is on the disk, and the next process finds it, until ``max_disk_bytes`` evicts
@@ -46,7 +46,7 @@ from omlx_cache.devices import device_of
 from omlx_cache.prefix_tree import PrefixNode
 from omlx_cache.sequences import StoredBlock
 from omlx_cache.storage.background import BackgroundJobs
-from omlx_cache.storage.block_files import BlockFiles, FoundBlock
+from omlx_cache.storage.block_files import BlockFiles
 from omlx_cache.storage.block_tensors import CopiedBlock, copy_block, raw_to_block
 from omlx_cache.storage.fingerprint import block_fingerprint
 from omlx_cache.storage.tensors import DTYPE_OF, DTYPES
@@ -105,6 +105,9 @@ class PrefixDisk:
         self._files, self._devices, self._meter = files, devices, meter
         self._jobs = BackgroundJobs(BACKLOG_BYTES)
         self._known: dict[bytes, Tier] = {}  # files that are there, or on their way
+        # digest of a block -> (number of a call, digest) of the partial blocks that it continues
+        self._superseded: dict[bytes, tuple[tuple[int, bytes], ...]] = {}
+        self._calls = 0
         self._is_failing = False
         self.num_read = 0
 
@@ -195,34 +198,50 @@ class PrefixDisk:
         if len(self._known) > _MAX_KNOWN:
             self._known.pop(next(iter(self._known)), None)
 
-    def supersede(self, shorter: PrefixNode, longer: PrefixNode, num_groups: int) -> None:
-        """Remove the files of a partial block once those of its continuation are there."""
-        old = [_key(shorter.digest, i) for i in range(num_groups)]
-        new = [_key(longer.digest, i) for i in range(num_groups)]
+    def supersede(self, shorter: PrefixNode, longer: PrefixNode) -> None:
+        """Note that a partial block goes on: its files may leave a call later; see `end_call`."""
+        olds = [self._superseded.pop(node.digest, ()) for node in (longer, shorter)]
+        self._superseded[longer.digest] = (*olds[0], *olds[1], (self._calls, shorter.digest))
+        if len(self._superseded) > _MAX_KNOWN:
+            self._superseded.pop(next(iter(self._superseded)))
 
-        def remove() -> None:
-            if all(key in self._files for key in new):
+    def end_call(self, nodes: Sequence[PrefixNode], num_groups: int) -> None:
+        """Make the blocks of a text the last to be evicted, its first block the very last.
+
+        What an *earlier* call has superseded in this text is removed. What this one has is not yet:
+        the process may be killed before anybody sees the call's answer, and the call come again.
+        """
+        keys = [_key(node.digest, i) for node in reversed(nodes) for i in range(num_groups)]
+        touched = [key for key in keys if key in self._known]
+        removed: list[tuple[list[bytes], list[bytes]]] = []
+        for node in nodes:
+            olds = self._superseded.pop(node.digest, ())
+            later = tuple(old for old in olds if old[0] == self._calls)
+            if later:
+                self._superseded[node.digest] = later
+            gone = [
+                _key(old, i) for call, old in olds if call < self._calls for i in range(num_groups)
+            ]
+            removed.append(([_key(node.digest, i) for i in range(num_groups)], gone))
+            for key in gone:
+                self._known.pop(key, None)
+        self._calls += 1
+        self._jobs.submit(partial(self._tidy, touched, removed))
+
+    def _tidy(
+        self, touched: Sequence[bytes], removed: Sequence[tuple[Sequence[bytes], Sequence[bytes]]]
+    ) -> None:
+        """Keep the order of use, and remove what was superseded; runs in the background."""
+        for new, old in removed:
+            if old and all(key in self._files for key in new):
                 for key in old:
                     self._files.discard(key)
-
-        if any(self._known.pop(key, None) for key in old):
-            self._jobs.submit(remove)
-
-    def touch(self, nodes: Sequence[PrefixNode], num_groups: int) -> None:
-        """Make the blocks of a text the last to be evicted, its first block the very last."""
-        if self._files.max_bytes is None:
-            return
-        keys = [_key(node.digest, i) for node in reversed(nodes) for i in range(num_groups)]
-        known = [key for key in keys if key in self._known]
-
-        def touch() -> None:
-            for key in known:
+        if self._files.max_bytes is not None:
+            for key in touched:
                 self._files.touch(key)
 
-        self._jobs.submit(touch)
-
     def peek(self, digest: bytes, group: int) -> dict[str, str] | None:
-        """Return the metadata of a block on the disk, once it is there; None where there is none."""
+        """Return the metadata of a block on the disk, once it is written; None: there is none."""
         key = _key(digest, group)
         metadata = self._files.peek(key)
         if metadata is None and key in self._known:
@@ -250,17 +269,19 @@ class PrefixDisk:
         if found.metadata.get("tier") != block.tier.name:  # another process has just replaced it
             return False
         try:
-            raw_to_block(
-                found.tensors, pools_of(arena), block.tier, block.index, len(node.tokens)
-            )
+            raw_to_block(found.tensors, pools_of(arena), block.tier, block.index, len(node.tokens))
         except ValueError as error:
-            logger.warning("disk cache: a block in %s is not used: %s", self._files.directory, error)
+            logger.warning(
+                "disk cache: a block in %s is not used: %s", self._files.directory, error
+            )
             return False
         self._know(key, block.tier)
         self.num_read += 1
         return True
 
-    def make_pools(self, arena: BlockArena, metadata: dict[str, str], size: int, sinks: int) -> None:
+    def make_pools(
+        self, arena: BlockArena, metadata: dict[str, str], size: int, sinks: int
+    ) -> None:
         """Give an arena, in which no layer has run yet, the pools that a block was written from."""
         if arena.pools:
             return

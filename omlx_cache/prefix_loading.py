@@ -197,7 +197,8 @@ class PrefixLoader:
     ) -> list[_Chunk]:
         """Return the longest partial block on the disk that ``rest`` begins with.
 
-        It isn't looked for where memory has a longer one, or one that the text continues: the usual next turn.
+        It isn't looked for where memory has a longer one, or one that the text continues: the
+        usual next turn.
         """
         path = self._tree.match(ids, self._is_hot)
         known = 0

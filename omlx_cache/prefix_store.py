@@ -31,7 +31,6 @@ from omlx_cache.sequences import StoredBlock
 from omlx_cache.step_lock import StepLock
 from omlx_kernels.layout import Tier
 
-
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
     from omlx_cache.inspection import ModelSpec
@@ -219,11 +218,11 @@ class PrefixStore:
                 for shorter in self.tree.continued(node):
                     self._forget(shorter)
                     if self.disk is not None:
-                        self.disk.supersede(shorter, node, len(groups))
+                        self.disk.supersede(shorter, node)
         for group, blocks in zip(groups, stored, strict=True):
             self._touch(group, path, blocks)
         if self.disk is not None and partial:
-            self.disk.touch(path, len(groups))
+            self.disk.end_call(path, len(groups))
         if path:
             self._prune(path[-1])
 

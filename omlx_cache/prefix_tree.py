@@ -16,7 +16,6 @@ from hashlib import sha256
 
 import numpy as np
 
-
 ROOT_DIGEST = sha256(b"omlx_cache text 1").digest()
 
 

@@ -170,10 +170,10 @@ class BlockFiles:
         return None
 
     def _read_whole(self, sealed: SealedReader, file: BinaryIO) -> FoundBlock:
-        found = FoundBlock({name: sealed.read(name) for name in sealed.names}, _own_metadata(sealed))
+        tensors = {name: sealed.read(name) for name in sealed.names}
         with suppress(OSError):
             os.utime(file.fileno(), ns=self._next_stamp())
-        return found
+        return FoundBlock(tensors, _own_metadata(sealed))
 
     def __contains__(self, key: bytes) -> bool:
         """Whether there is a file for ``key``; only `get` finds out whether it is whole."""

@@ -117,9 +117,7 @@ def _parts(
     parts = block_format.parts(tier)
     if tier is not Tier.HOT or tokens is None:
         return parts
-    return {
-        name: ((heads, tokens, dim), dtype) for name, ((heads, _, dim), dtype) in parts.items()
-    }
+    return {name: ((heads, tokens, dim), dtype) for name, ((heads, _, dim), dtype) in parts.items()}
 
 
 def _by_format(pools: Sequence[LayerPool]) -> dict[BlockFormat, list[LayerPool]]:

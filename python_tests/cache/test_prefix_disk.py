@@ -92,7 +92,11 @@ class DiskMachine(StoreMachine):
         chat = SimpleNamespace(groups=self.new_groups(), text=text)
         ids = np.append(text, 1)
         found, _ = self.store.begin(chat.groups, ids[None], np.ones((1, len(ids)), bool))
-        if self.kinds == ["full"] and self.bound is None and self.store.config.max_gpu_blocks is None:
+        if (
+            self.kinds == ["full"]
+            and self.bound is None
+            and self.store.config.max_gpu_blocks is None
+        ):
             whole = sinks + (len(text) - sinks) // SIZE * SIZE
             assert found >= whole or len(text) <= sinks  # sinks alone are not worth it
         for group in chat.groups:
