@@ -141,8 +141,10 @@ class CacheConfig(ConfigFields):
 
     def _fill(self, given: dict[str, Given], problems: list[str]) -> None:
         """Validate into self, or raise one error that holds every problem."""
-        if "disk_cache" in given and given["disk_cache"].value is not False:
-            given = {"prefix_cache": Given(True, "kv_cache.prefix_cache"), **given}
+        is_implied = "disk_cache" in given and given["disk_cache"].value is not False
+        is_implied = is_implied and "prefix_cache" not in given
+        if is_implied:
+            given = {**given, "prefix_cache": Given(True, "kv_cache.prefix_cache")}
         bad: list[str] = []
         try:
             super().__init__(**{k: g.value for k, g in given.items() if k in _FIELDS})
@@ -156,6 +158,8 @@ class CacheConfig(ConfigFields):
             raise ConfigError(*problems, *wrong, *more)
         if early:
             raise not_landed_error(early)
+        if is_implied:
+            self.model_fields_set.discard("prefix_cache")  # it leaves with what implies it
 
 
 _FIELDS = CacheConfig.model_fields

@@ -350,6 +350,19 @@ def test_a_contradiction_with_a_default_says_so_and_overrides_can_make_one(write
     assert CacheConfig.resolve(path, sink_tokens=64, window_size=None).window_size is None
 
 
+def test_a_disk_cache_turns_the_prefix_cache_on_and_can_not_do_without(write):
+    config = CacheConfig(disk_cache=True)
+    assert config.prefix_cache is True
+    assert config == CacheConfig.resolve({"kv_cache": {"disk_cache": True}})
+    assert CacheConfig.resolve(CacheConfig(), disk_cache=pathlib.Path("x")).disk_cache == "x"
+    path = write("kv_cache:\n  disk_cache: true\n  prefix_cache: false\n")
+    with refused(f"kv_cache.disk_cache ({path}:2)", f"delete kv_cache.prefix_cache: false ({path}"):
+        CacheConfig.from_yaml(path)
+    with refused("delete kv_cache.prefix_cache: False, or make it true"):
+        config.model_copy(update={"prefix_cache": False})
+    assert config.model_copy(update={"disk_cache": False}) == CacheConfig()
+
+
 # ---------------------------------------------------------------- keys
 
 
