@@ -53,8 +53,6 @@ def contender(name: str, model: PreTrainedModel, ids: torch.Tensor) -> Contender
     return Contender(model, ids, CONTENDERS[name], cache)
 
 
-
-
 def prepare(device: str) -> tuple[object, torch.Tensor]:
     """Return the model and [1, 8192] ids of technical text."""
     path = smollm2_gptq_checkpoint()

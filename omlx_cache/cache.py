@@ -42,6 +42,7 @@ _UNQUANTIZED = {
     "target_saving": None,
     "max_gpu_blocks": None,
     "prefix_cache": False,
+    "disk_cache": False,
 }
 
 
@@ -86,7 +87,7 @@ class PagedCache(Cache):
         self._lock = StepLock() if self._store is None else self._store.lock
         self.meter = MemoryMeter() if self._store is None else self._store.meter
         self.groups: list[LayerGroup] = []
-        self.reused_tokens = 0
+        self.reused_tokens = self.blocks_from_disk = 0
         self._columns = Columns()
         self._step: tuple[np.ndarray, torch.Tensor | None] | None = None  # columns and their ids
         self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
@@ -115,6 +116,9 @@ class PagedCache(Cache):
             layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
         self.groups += groups.values()
         super().__init__(layers=layers)
+        if self.config.disk_cache:
+            with self._lock:
+                self._store.open_disk(self, state.spec)
         self._release_when_gone()
 
     def _release_when_gone(self) -> None:
@@ -461,7 +465,9 @@ class PagedCache(Cache):
         if self._store is None:
             return
         with self._lock.alone(self):
+            before = self._store.num_read
             columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
+            self.blocks_from_disk = self._store.num_read - before
         self._columns.start(valid[:, :columns], lengths, ids[:, :columns])
         self._set_columns(columns)
         self.reused_tokens = int(lengths.sum())

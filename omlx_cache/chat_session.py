@@ -158,7 +158,9 @@ class ChatSession:
         save_chat(path, self._model, self._tokenizer, chat)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module, tokenizer: Any) -> ChatSession:
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel, tokenizer: Any
+    ) -> ChatSession:
         """Read a chat that `save` wrote, and put its blocks back into the prefix store.
 
         The next turn then computes what a turn of the saved chat would have computed, and says the

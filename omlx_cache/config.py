@@ -143,6 +143,10 @@ class CacheConfig(ConfigFields):
 
     def _fill(self, given: dict[str, Given], problems: list[str]) -> None:
         """Validate into self, or raise one error that holds every problem."""
+        is_implied = "disk_cache" in given and given["disk_cache"].value is not False
+        is_implied = is_implied and "prefix_cache" not in given
+        if is_implied:
+            given = {**given, "prefix_cache": Given(True, "kv_cache.prefix_cache")}
         bad: list[str] = []
         try:
             super().__init__(**{k: g.value for k, g in given.items() if k in _FIELDS})
@@ -156,6 +160,8 @@ class CacheConfig(ConfigFields):
             raise ConfigError(*problems, *wrong, *more)
         if early:
             raise not_landed_error(early)
+        if is_implied:
+            self.model_fields_set.discard("prefix_cache")  # it leaves with what implies it
 
 
 _FIELDS = CacheConfig.model_fields
@@ -197,6 +203,13 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
         which = " and ".join(f"{g.path}{g.place}" for g in said)
         lines.append(
             f"{which} exclude each other: each says how older tokens are stored; delete all but one"
+        )
+    disk, prefix = given.get("disk_cache"), given.get("prefix_cache")
+    are_legal = disk and prefix and not {"disk_cache", "prefix_cache"} & set(bad)
+    if are_legal and disk.value is not False and not prefix.value:
+        lines.append(
+            f"{disk.path}{disk.place} keeps on disk what prefix_cache keeps, and needs it; "
+            f"delete {prefix.path}: {prefix.shown()}{prefix.place}, or make it true"
         )
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")

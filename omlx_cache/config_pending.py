@@ -31,11 +31,9 @@ class NotLanded:
 
 NOT_LANDED: dict[str, NotLanded] = {
     "cpu_offload": NotLanded("moving blocks to CPU memory", landed=(False,)),
-    "disk_cache": NotLanded("keeping blocks on disk", landed=(False,)),
     "pruning": NotLanded("choosing the block that leaves a full pool", landed=("oldest",)),
     "max_cpu_blocks": NotLanded("bounding the blocks in CPU memory", section="kv_cache"),
     "recall": NotLanded("attending to offloaded blocks", section="kv_cache"),
-    "max_disk_bytes": NotLanded("bounding the blocks on disk", section="kv_cache"),
     "prune_ratio": NotLanded("dropping a share of the cache by attention", section="attention"),
 }
 

@@ -44,9 +44,14 @@ def fingerprint(decoder: nn.Module) -> tuple:
         for module in modules
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
     )
-    device = next((device for _, device, *_ in weights), torch.device("cpu")).type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return weights, adapters, autocast
+    return weights, adapters, autocast_dtype(decoder)
+
+
+def autocast_dtype(decoder: nn.Module) -> torch.dtype | None:
+    """Return the dtype that autocast makes a module compute in here and now; None without it."""
+    tensor = next(chain(decoder.parameters(), decoder.buffers()), None)
+    device = "cpu" if tensor is None else tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _writes(tensor: torch.Tensor) -> int:

@@ -32,6 +32,7 @@ from omlx_cache.patch_state import (
     find_state,
     state_of,
 )
+from omlx_cache.prefix_disk import check_storable
 from omlx_cache.reuse import check_reusable
 from omlx_cache.unwrap import gptq_bits, unwrap
 
@@ -67,6 +68,8 @@ def patch(
     check_model_bits(cache_config, _weight_bits(model, inner))
     if cache_config.prefix_cache:
         check_reusable(inner)
+    if cache_config.disk_cache:
+        check_storable(inner)
     state = find_state(inner)
     if state is not None:
         PagedCache.for_patch(PatchState(cache_config, state.spec))  # or say why it can't be
@@ -157,6 +160,30 @@ def report(model_or_cache: Any) -> CacheReport:
             f"model.generate(...) first, or pass the PagedCache itself"
         )
     return state.last_report
+
+
+def flush(model: Any) -> bool:
+    """Wait until what a model with ``disk_cache`` keeps is on the disk.
+
+    What a call has left is written in the background, and before the process ends; after this, not
+    even ``kill -9`` loses it.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        Whether it is: False when the disk is full or can't be written to, which was logged.
+
+    Raises:
+        ValueError: when the model is not patched, or without ``disk_cache``.
+    """
+    state = state_of(model)
+    if not state.config.disk_cache:
+        raise ValueError(
+            "omlx_cache.flush: the model must be patched with disk_cache, got False; call "
+            "omlx_cache.patch(model, disk_cache=True)"
+        )
+    return state.store is None or state.store.flush()
 
 
 def _weight_bits(model: Any, inner: PreTrainedModel) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,11 +22,18 @@ from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.config import CacheConfig
 from omlx_cache.kept_blocks import KeptBlocks
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.policy.choice import ages
+from omlx_cache.prefix_disk import PrefixDisk, kept_block
+from omlx_cache.prefix_loading import PrefixLoader
 from omlx_cache.prefix_tree import PrefixNode, PrefixTree
 from omlx_cache.sequences import Sequence as Row
 from omlx_cache.sequences import StoredBlock
 from omlx_cache.step_lock import StepLock
 from omlx_kernels.layout import Tier
+
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
+    from omlx_cache.inspection import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class PrefixStore:
 
     Attributes:
         has_run: whether the model has run since; what it changed of itself then is no change.
+        disk: where they are found again when they have left memory; None: nowhere.
     """
 
     def __init__(self, config: CacheConfig, fingerprint: tuple) -> None:
@@ -56,6 +65,7 @@ class PrefixStore:
         self._arenas: dict[Hashable, BlockArena] = {}
         self._abandoned: deque[Sequence[LayerGroup]] = deque()
         self._is_closed = False
+        self.disk: PrefixDisk | None = None
 
     @property
     def arenas(self) -> list[BlockArena]:
@@ -72,6 +82,21 @@ class PrefixStore:
             arena.blocks.reclaim = arena.kept_blocks.reclaim
         return self._arenas[key]
 
+    @property
+    def num_read(self) -> int:
+        """Blocks that were read from the disk so far."""
+        return 0 if self.disk is None else self.disk.num_read
+
+    def open_disk(self, cache: PagedCache, spec: ModelSpec) -> None:
+        """Find blocks in the directory of ``disk_cache`` from now on, and write them there.
+
+        Args:
+            cache: any that draws from here.
+            spec: of its model.
+        """
+        if self.disk is None and not self._is_closed:
+            self.disk = PrefixDisk.open(cache, spec, self.meter)
+
     def begin(
         self, groups: Sequence[LayerGroup], ids: np.ndarray, valid: np.ndarray
     ) -> tuple[int, np.ndarray]:
@@ -86,16 +111,19 @@ class PrefixStore:
             How many columns needn't be computed: those that every row has, and never the last
             token of a row. [rows] tokens that each row has, which may be more.
         """
-        texts = [row[real] for row, real in zip(ids, valid, strict=True)]
-        known = [self.find(text[:-1], groups) for text in texts]
+        texts = [row[real][:-1] for row, real in zip(ids, valid, strict=True)]
+        if self.disk is not None and not self._is_closed:
+            PrefixLoader(self.tree, self.disk, groups, self._is_hot, self._prune).load(texts)
+        known = [self.find(text, groups) for text in texts]
         lengths = np.array([prefix.length for prefix in known])
         missing = valid & (valid.cumsum(1) > lengths[:, None])
         first = np.where(missing.any(1), missing.argmax(1), valid.shape[1] - 1)
         columns = int(first.min())
-        if not columns:
-            return 0, np.zeros_like(lengths)
-        self.take(known, groups)
-        return columns, lengths
+        if columns:
+            self.take(known, groups)
+        for group in groups:
+            group.arena.known_blocks.trim()  # of what was loaded, the rows hold what they need
+        return (columns, lengths) if columns else (0, np.zeros_like(lengths))
 
     def find(self, ids: np.ndarray, groups: Sequence[LayerGroup]) -> Prefix:
         """Find the longest beginning of a text whose blocks are all there.
@@ -181,23 +209,51 @@ class PrefixStore:
                     break
             node = self.tree.add(node, chunk)
             path.append(node)
-            for group, blocks in zip(groups, stored, strict=True):
+            for number, (group, blocks) in enumerate(zip(groups, stored, strict=True)):
                 page = group.rows[i].sink_page
                 if at_sinks and page is not None:
                     group.arena.known_pages.keep(node, StoredBlock(0, Tier.SINK, page))
                 elif node.start in blocks:
                     group.arena.known_blocks.keep(node, blocks[node.start])
+                if self.disk is not None:
+                    may_age = not partial and ages(group.policy)
+                    self.disk.offer(node, number, group.arena, may_age=may_age)
             if not at_sinks and self._is_whole(node):
                 for shorter in self.tree.continued(node):
                     self._forget(shorter)
+                    if self.disk is not None:
+                        self.disk.supersede(shorter, node)
         for group, blocks in zip(groups, stored, strict=True):
             self._touch(group, path, blocks)
+        if self.disk is not None and partial:
+            self.disk.end_call(path, len(groups))
         if path:
             self._prune(path[-1])
 
-    def close(self) -> None:
-        """Let go of everything, for good; caches that are in use keep what they use."""
+    def flush(self) -> bool:
+        """Write everything that is kept to the disk; return whether it is there.
+
+        Without a disk it is not.
+        """
         with self.lock:
+            return self.disk is not None and self.disk.flush(self._kept())
+
+    def _kept(self) -> list[tuple[PrefixNode, int, BlockArena]]:
+        return [
+            (node, number, arena)
+            for node in self.tree
+            for number, arena in enumerate(self.arenas)
+            if kept_block(arena, node) is not None
+        ]
+
+    def close(self) -> None:
+        """Let go of everything, for good; caches that are in use keep what they use.
+
+        What the disk lacks is written first.
+        """
+        with self.lock:
+            if self.disk is not None:
+                self.disk.flush(self._kept())
             self._is_closed = True
             for arena in self.arenas:
                 arena.known_blocks.reset()

@@ -44,7 +44,11 @@ def policy_of(
         )
     else:
         policy = TierPolicy.from_config(config)
-    is_plain = isinstance(policy, TierPolicy) and not policy.ranges
-    if is_kept and not is_plain:
+    if is_kept and ages(policy):
         return TierPolicy(config.recent_tokens, ((Tier.K8V8, None),))
     return policy
+
+
+def ages(policy: Policy) -> bool:
+    """Whether a block ever leaves the model's dtype."""
+    return not (isinstance(policy, TierPolicy) and not policy.ranges)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from omlx_cache.compat import PreTrainedModel
+from omlx_cache.fingerprint import autocast_dtype
 
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
@@ -108,9 +110,14 @@ def block_fingerprint(cache: PagedCache, decoder: PreTrainedModel) -> bytes:
     """Return what every block of a cache depends on beside its tokens: for `BlockFiles`.
 
     Stricter than what `PagedCache.load` asks for: also the precision at which earlier tokens
-    were seen, for blocks that nobody can tell apart must be equal.
+    were seen and computed, in each layer, for blocks that nobody can tell apart must be equal.
     """
-    precision = [repr(group.policy) for group in cache.groups]  # frozen dataclasses
+    numbers = {id(group): i for i, group in enumerate(cache.groups)}
+    precision = {
+        "policies": [asdict(group.policy) for group in cache.groups],
+        "layers": [numbers[id(layer.group)] for layer in cache.layers],
+        "autocast": str(autocast_dtype(decoder)),
+    }
     parts = [model_fingerprint(decoder), format_fingerprint(cache), precision]
     return hashlib.sha256(_json(parts).encode()).digest()
 

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from omlx_cache.devices import device_of
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.sequences import Sequence, StoredBlock
 from omlx_cache.storage.atomic import replacing
 from omlx_cache.storage.codec import encode
 from omlx_cache.storage.fingerprint import differences, format_fingerprint, model_fingerprint
 from omlx_cache.storage.sealed import SealedError, SealedReader, SealedWriter
-from omlx_cache.storage.tensors import DTYPES, from_raw, to_raw
+from omlx_cache.storage.tensors import DTYPE_OF, DTYPES, from_raw, to_raw
 from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 if TYPE_CHECKING:
@@ -184,11 +185,10 @@ class SavedCache:
         for i, (layer, shape, site) in enumerate(layers):
             if shape is None:
                 continue
-            dtype = next(d for d, name in DTYPES.items() if name == shape["dtype"])
             states = torch.empty(
                 (0, shape["num_kv_heads"], 0, shape["head_dim"]),
-                dtype=dtype,
-                device=_device_of(site.module),
+                dtype=DTYPE_OF[shape["dtype"]],
+                device=device_of(site.module),
             )
             if layer.pool is None:
                 layer.lazy_initialization(states, states)
@@ -305,12 +305,3 @@ def _changed(saved: dict, cache: PagedCache) -> str:
     """Return the keys of a configuration that differ from the cache's, as arguments of patch."""
     present = cache.config.model_dump()
     return ", ".join(f"{k}={v!r}" for k, v in saved.items() if present.get(k) != v) or "the same"
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Return the device on which an attention module computes its keys."""
-    hook = getattr(module, "_hf_hook", None)  # of accelerate; the weights may be elsewhere
-    device = getattr(hook, "execution_device", None)
-    if device is not None:
-        return torch.device(device)
-    return next(iter([*module.parameters(), *module.buffers()])).device

@@ -32,7 +32,8 @@ def landed(draw):
         "block_size": draw(st.integers(1, 64)) * 64,
         "max_gpu_blocks": draw(st.none() | st.integers(1, 10**9)),
         "cpu_offload": False,
-        "disk_cache": False,
+        "disk_cache": draw(st.sampled_from([False, True, "/somewhere"])),
+        "max_disk_bytes": draw(st.none() | st.integers(1, 10**12)),
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
         "prefix_cache": draw(st.booleans()),
@@ -50,6 +51,8 @@ def landed(draw):
     pair = {"window_size", "sink_tokens"}  # drawn to fit each other: keep both or none
     kept = draw(st.sets(st.sampled_from(sorted(values))))
     kept = kept | pair if kept & pair else kept
+    if values["disk_cache"]:  # which needs it
+        values["prefix_cache"] = True
     kept -= set(PRECISION) - {draw(st.sampled_from(PRECISION))}  # one instead of the others
     return {key: value for key, value in values.items() if key in kept}
 
@@ -129,6 +132,7 @@ def test_defaults():
         "max_gpu_blocks": None,
         "cpu_offload": False,
         "disk_cache": False,
+        "max_disk_bytes": 10**10,
         "recent_tokens": 128,
         "prefill_chunk": 512,
         "prefix_cache": False,
@@ -230,6 +234,8 @@ WRONG = [
     ("cpu_offload", None, "default, False"),
     ("disk_cache", "", "the path of a directory"),
     ("disk_cache", 0, "write False"),
+    ("max_disk_bytes", 0, "an integer of at least 1, or None (no bound)"),
+    ("max_disk_bytes", "10 GB", "got '10 GB' (str)"),
     ("recent_tokens", -1, "an integer of at least 0, got -1 (int)"),
     ("recent_tokens", None, "default, 128"),
     ("prefill_chunk", 0, "or None (the whole prompt at once)"),
@@ -344,6 +350,19 @@ def test_a_contradiction_with_a_default_says_so_and_overrides_can_make_one(write
     assert CacheConfig.resolve(path, sink_tokens=64, window_size=None).window_size is None
 
 
+def test_a_disk_cache_turns_the_prefix_cache_on_and_can_not_do_without(write):
+    config = CacheConfig(disk_cache=True)
+    assert config.prefix_cache is True
+    assert config == CacheConfig.resolve({"kv_cache": {"disk_cache": True}})
+    assert CacheConfig.resolve(CacheConfig(), disk_cache=pathlib.Path("x")).disk_cache == "x"
+    path = write("kv_cache:\n  disk_cache: true\n  prefix_cache: false\n")
+    with refused(f"kv_cache.disk_cache ({path}:2)", f"delete kv_cache.prefix_cache: false ({path}"):
+        CacheConfig.from_yaml(path)
+    with refused("delete kv_cache.prefix_cache: False, or make it true"):
+        config.model_copy(update={"prefix_cache": False})
+    assert config.model_copy(update={"disk_cache": False}) == CacheConfig()
+
+
 # ---------------------------------------------------------------- keys
 
 
@@ -442,12 +461,10 @@ def test_several_errors_come_together_one_a_line():
 
 EARLY = {
     "cpu_offload": [True],
-    "disk_cache": [True, "/somewhere", pathlib.Path("somewhere")],
     "pruning": ["topk", "random"],
     "prune_ratio": [0.3],
     "max_cpu_blocks": [64],
     "recall": ["topk", "all"],
-    "max_disk_bytes": [10**9],
 }
 
 
