@@ -460,6 +460,7 @@ class PagedCache(Cache):
         """
         if self._store is None:
             return
+        ids = ids.detach().long()  # texts are compared by their bytes
         with self._lock.alone(self):
             columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
         self._columns.start(valid[:, :columns], lengths, ids[:, :columns])
