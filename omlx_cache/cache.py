@@ -116,10 +116,15 @@ class PagedCache(Cache):
             layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
         self.groups += groups.values()
         super().__init__(layers=layers)
+        self._own_layers()
         if self.config.disk_cache:
             with self._lock:
                 self._store.open_disk(self, state.spec)
         self._release_when_gone()
+
+    def _own_layers(self) -> None:
+        for layer in self.layers:
+            layer.owner = weakref.ref(self)
 
     def _release_when_gone(self) -> None:
         """Give back what the cache holds of the store's blocks when the cache is collected."""
@@ -464,6 +469,7 @@ class PagedCache(Cache):
         """
         if self._store is None:
             return
+        ids = ids.detach().long()  # texts are compared by their bytes
         with self._lock.alone(self):
             before = self._store.num_read
             columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
@@ -519,7 +525,8 @@ class PagedCache(Cache):
         with self._lock.alone(self):
             if self._is_in_step():
                 raise RuntimeError(
-                    "PagedCache: a cache can't be copied, saved or loaded while a step is running"
+                    "PagedCache: a cache can't be copied, read, saved or loaded while a step is "
+                    "running"
                 )
             yield
 
@@ -535,6 +542,7 @@ class PagedCache(Cache):
             copied.__dict__.update(
                 {k: own[k] if k in own else copy.deepcopy(v, memo) for k, v in vars(self).items()}
             )
+            copied._own_layers()
             if self._store is not None:
                 for group in copied.groups:
                     group.join()

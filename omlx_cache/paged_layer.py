@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING
+
 import torch
 
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
 from omlx_cache.compat import CacheLayerMixin
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.read_back import read_back
 from omlx_cache.rotary import Rotation
 from omlx_kernels import ops
 from omlx_kernels.layout import BlockFormat
 
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
+
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's share of a `PagedCache`: its pool, and the group that it belongs to."""
+    """One layer's share of a `PagedCache`: its pool, and the group that it belongs to.
+
+    Attributes:
+        owner: the cache, which the layer doesn't keep alive.
+    """
 
     is_croppable = True
     is_compileable = True
@@ -27,6 +38,43 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = self.pool is not None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # taken, not attended to
         self.num_columns = 0
+        self.owner: weakref.ref[PagedCache] | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A copy of all keys, [rows, kv_heads, columns, head_dim]; slow, see `read_back`."""
+        return self._read_back()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A copy of all values, like `keys`."""
+        return self._read_back()[1]
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_tensor(tensor)
+
+    @values.setter
+    def values(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_tensor(tensor)
+
+    @staticmethod
+    def _refuse_tensor(tensor: torch.Tensor | None) -> None:
+        if tensor is not None:  # transformers' own constructor begins with None
+            raise NotImplementedError(
+                "PagedLayer: keys and values can be read but not replaced, they are blocks that "
+                "rows share; change them with the methods of the PagedCache"
+            )
+
+    def _read_back(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        cache = None if self.owner is None else self.owner()
+        if cache is None:
+            raise RuntimeError(
+                "PagedLayer: keys and values can be read while the layer's cache lives, got a "
+                "layer whose cache is gone; hold on to the PagedCache"
+            )
+        with cache.alone():
+            return read_back(self, cache.valid)
 
     @property
     def pool(self) -> LayerPool | None:

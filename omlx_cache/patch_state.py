@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,10 @@ class PatchState:
             old.close()
 
     def original(self, owner: nn.Module, name: str) -> Callable:
-        """Return the bound method that the patch shadows on ``owner``."""
+        """Return the method that the patch shadows, bound, on ``owner``."""
         before = next(b for module, n, b in self.methods if module is owner and n == name)
-        return before if before is not None else getattr(type(owner), name).__get__(owner)
+        # Not a bound method: torch 2.11 can trace none that is made here.
+        return before if before is not None else partial(getattr(type(owner), name), owner)
 
     def used(self, cache: PagedCache, *, snapshot: bool) -> None:
         """Remember ``cache`` as the last one, without keeping it alive.

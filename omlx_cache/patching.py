@@ -232,11 +232,12 @@ def _create_masks_for_generate(
 ) -> torch.Tensor | None:
     """Stand in for what makes 4-D masks of the 2-D one: the cache reads the 2-D one.
 
-    A token's own column is enough once generation goes on, and has one shape at every length.
+    A token's own column is enough once generation goes on, and has one shape at every length; a
+    copy of it has one stride too, for which a compiled step would be compiled again otherwise.
     """
     if attention_mask is None or is_first_iteration or inputs_embeds.shape[1] != 1:
         return attention_mask
-    return attention_mask[:, -1:]
+    return attention_mask[:, -1:].clone(memory_format=torch.contiguous_format)
 
 
 def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwargs):

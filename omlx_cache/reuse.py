@@ -29,6 +29,7 @@ _OTHER_WAYS = (
     "custom_generate",
     "constraints",
     "force_words_ids",
+    "prefill_chunk_size",  # transformers 5.17 reads all chunks again behind what is cached
 )
 """Settings with which ``generate`` goes over the prompt in another way."""
 
