@@ -6,7 +6,8 @@ with a window of 1024 tokens. Each reads the same text and then decodes the same
 length they take turns, so that a busy machine slows all of them.
 
     python bench/bench_generate.py                             # a table, and --json OUT
-    pytest bench/bench_generate.py -k "2048"                   # one group
+    pytest bench/bench_generate.py                             # 512 and 4096 tokens
+    pytest bench/bench_generate.py --long -k "2048"            # one group of the longer ones
 
 Only the ratios within one run mean anything; a red check gives no number.
 """
@@ -33,6 +34,7 @@ from omlx_cache.tools.texts import token_ids
 from omlx_kernels import ops
 
 LENGTHS = (512, 2048, 4096, 8192)
+LONG = (2048, 8192)
 CONTENDERS = {
     "stock": None,
     "stock fp8": None,
@@ -152,7 +154,9 @@ def prepared():
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in LENGTHS]
+)
 def test_next_token(benchmark, prepared, tokens, name):
     model, ids = prepared
     contender = Contender(name, model, ids[:, :tokens])

@@ -6,7 +6,8 @@ cache (queries of a group as rows, its fastest form on a CPU), a bare read of as
 8-bit blocks with a window of 1024, and on mixed tiers: of the old blocks, the older quarter K4V4
 and the others K8V4, values rotated. What is timed is first compared with plain torch.
 
-    pytest bench/bench_paged_attention.py                     # everything, a few minutes
+    pytest bench/bench_paged_attention.py                     # 1024 and 8192 tokens
+    pytest bench/bench_paged_attention.py --long              # everything, some minutes
     pytest bench/bench_paged_attention.py -k "8192 and 9/3"   # one group
     python bench/bench_paged_attention.py --tokens 8192       # ratios, contenders taking turns
 
@@ -29,6 +30,7 @@ from omlx_kernels.metadata import AttentionMetadata
 
 SHAPES = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128), "32/32/128": (32, 32, 128)}
 LENGTHS = (1024, 4096, 8192, 32768)
+LONG = (4096, 32768)
 CONTENDERS = ("sdpa-bf16", "sdpa-fp32", "read", "hot", "8-bit", "window", "mixed")
 OURS = CONTENDERS[3:]
 WINDOW, SINK_TOKENS, BLOCK_SIZE = 1024, 4, 256
@@ -155,9 +157,11 @@ def _synchronised(run: Callable[[], object]) -> Callable[[], object]:
     return timed
 
 
-@pytest.mark.benchmark(max_time=0.5)  # there are 84
+@pytest.mark.benchmark(max_time=0.5)  # there are 42, and 84 with --long
 @pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in LENGTHS]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode(benchmark, shape, tokens, name):
     run, num_bytes = contender(name, shape, tokens)
