@@ -26,6 +26,12 @@ AUTO_GPTQ = ["auto-gptq==0.7.1"]
 # Plots of the analyzer and of the quality tool; without it they print and write JSON.
 TOOLS = ["matplotlib>=3.8"]
 
+# What bench/peers.py compares with. kvpress 0.5 is left out: it wants transformers < 5.3, and goes
+# into an environment of its own. llama.cpp is built from source, in pip's own build environment:
+# pip install -c constraints.txt '.[peers-llama]', without --no-build-isolation.
+PEERS = ["hqq>=0.2.8", "optimum-quanto>=0.2.7", "fused-turboquant", "turboquant-kv"]
+PEERS_LLAMA = ["llama-cpp-python>=0.3.36"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -69,6 +75,8 @@ setup(
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
+        "peers": PEERS,
+        "peers-llama": PEERS_LLAMA,
         "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
     },
 )

@@ -108,6 +108,8 @@ def draw(plot: Plot, data: dict) -> str:
     from omlx_cache.tools.plots import svg
 
     element = svg(lambda axes: plot.paint(axes, data), plot.label, height=plot.height)
+    # Dark letters on a page that may be dark itself: the plot brings its own paper.
+    element = element.replace(">", '>\n <rect width="100%" height="100%" fill="white"/>', 1)
     lines = [line.rstrip() for line in element.splitlines()]
     return "\n".join([fingerprint(data), *lines, ""])
 
