@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from render_peers import paint_peers, peers_table
+from render_peers import has_points, paint_peers, peers_table
 from render_readme import attention_block, generate_block, paint_generate, quality_block
 
 ROOT = Path(__file__).parents[1]
@@ -33,12 +33,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot: the results it comes from, what draws it on axes, what it shows, and its size."""
+    """A plot: the results it comes from, what draws it on axes, what it shows, its size, and
+    whether there is something to draw."""
 
     results: str
     paint: Callable
     label: str
     height: float = 3.6
+    is_ready: Callable[[dict], bool] = bool
 
 
 BLOCKS = {
@@ -52,7 +54,7 @@ PLOTS_BY_NAME = {
         "generate_cpu.json", paint_generate, "Tokens per second over the length of the text"
     ),
     "peers.svg": Plot(
-        "peers.json", paint_peers, "KL divergence over the bytes of the cache, by contender", 4.8
+        "peers.json", paint_peers, "KL divergence over bytes, by contender", 4.8, has_points
     ),
 }
 
@@ -123,7 +125,7 @@ def stale() -> dict[Path, Callable[[], str]]:
         found[README] = lambda: after
     for name, plot in PLOTS_BY_NAME.items():
         data, path = read(plot.results), PLOTS / name
-        if data is None:
+        if data is None or not plot.is_ready(data):
             continue
         drawn = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
         if drawn != fingerprint(data):

@@ -69,6 +69,14 @@ def _speed(found: dict) -> str:
     return f"{found['tokens_per_s']:.1f} ({found['ratio']:.2f}x)"
 
 
+def has_points(data: dict) -> bool:
+    """Return whether a contender has both bytes and a KL divergence above 0."""
+    return any(
+        row.get("quality", {}).get("kld", 0) > 0 and "cache_bytes" in row.get("memory", {})
+        for row in data["results"].values()
+    )
+
+
 def paint_peers(axes, data: dict) -> None:
     """Draw KL divergence over the bytes of the cache, a point for each contender that has both."""
     for name, row in data["results"].items():
