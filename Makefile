@@ -87,9 +87,11 @@ format: $(VENV)/.ready  ## fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# At most ten minutes on two cores (bench/conftest.py); BENCH_ARGS=--long runs everything.
 ifneq ($(BENCHES),)
-bench: $(VENV)/.ready  ## run the benchmarks
-	$(BIN)/python -m pytest $(BENCHES)
+bench: $(VENV)/.ready  ## run the benchmarks, ten minutes at most; results go to bench/results/bench.json
+	$(BIN)/python -m pytest $(BENCHES) --benchmark-columns=min,median,rounds \
+	  --benchmark-json=bench/results/bench.json $(BENCH_ARGS)
 endif
 
 clean:  ## remove caches and build outputs; the environment is checked again at the next make

@@ -33,6 +33,12 @@ BENCH = ["hqq>=0.2.8"]
 # Gauges for Prometheus.
 PROMETHEUS = ["prometheus-client"]
 
+# What bench/peers.py compares with. kvpress 0.5 is left out: it wants transformers < 5.3, and goes
+# into an environment of its own. llama.cpp is built from source, in pip's own build environment:
+# pip install -c constraints.txt '.[peers-llama]', without --no-build-isolation.
+PEERS = ["hqq>=0.2.8", "optimum-quanto>=0.2.7", "fused-turboquant", "turboquant-kv"]
+PEERS_LLAMA = ["llama-cpp-python>=0.3.36"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -77,6 +83,8 @@ setup(
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
         "bench": [*BENCH, "pytest>=8", "pytest-benchmark"],
+        "peers": PEERS,
+        "peers-llama": PEERS_LLAMA,
         "prometheus": PROMETHEUS,
         "dev": [
             *TOOLS,

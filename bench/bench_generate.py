@@ -7,7 +7,8 @@ same text and then decodes the same tokens; within a length they take turns, so 
 slows all of them.
 
     python bench/bench_generate.py                             # a table, and --json OUT
-    pytest bench/bench_generate.py -k "2048"                   # one group
+    pytest bench/bench_generate.py                             # 512 and 4096 tokens
+    pytest bench/bench_generate.py --long -k "2048"            # one group of the longer ones
 
 Only the ratios within one run mean anything; a red check gives no number.
 """
@@ -34,6 +35,7 @@ from omlx_cache.tools.texts import token_ids
 from omlx_kernels import ops
 
 LENGTHS = (512, 2048, 4096, 8192)
+LONG = (2048, 8192)
 STOCK = {
     "stock": "DynamicCache",
     "stock fp8": "QuantizedCache-fp8",
@@ -98,7 +100,9 @@ def prepared():
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in LENGTHS]
+)
 def test_next_token(benchmark, prepared, tokens, name):
     model, ids = prepared
     timed = contender(name, model, ids[:, :tokens])

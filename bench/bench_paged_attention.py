@@ -8,7 +8,8 @@ bare read of as many bytes as the 8-bit blocks have, and `ops.paged_attention` o
 old blocks, the older quarter K4V4 and the others K8V4, values rotated. What is timed is first
 compared with plain torch.
 
-    pytest bench/bench_paged_attention.py                     # everything, some minutes
+    pytest bench/bench_paged_attention.py                     # 1024 and 8192 tokens
+    pytest bench/bench_paged_attention.py --long              # everything, some minutes
     pytest bench/bench_paged_attention.py -k "8192 and 9/3"   # one group
     python bench/bench_paged_attention.py --tokens 8192       # ratios, contenders taking turns
 
@@ -31,6 +32,7 @@ from omlx_kernels.metadata import AttentionMetadata
 
 SHAPES = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128), "32/32/128": (32, 32, 128)}
 LENGTHS = (1024, 4096, 8192, 32768)
+LONG = (4096, 32768)
 OURS = ("hot", "8-bit", "window", "mixed")
 CONTENDERS = have((*SDPA, *CACHES, "read", *OURS))
 WINDOW, SINK_TOKENS, BLOCK_SIZE = 1024, 4, 256
@@ -153,9 +155,11 @@ def _synchronised(run: Callable[[], object]) -> Callable[[], object]:
     return timed
 
 
-@pytest.mark.benchmark(max_time=0.5)  # there are 132
+@pytest.mark.benchmark(max_time=0.5)
 @pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in LENGTHS]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode(benchmark, shape, tokens, name):
     run, num_bytes = contender(name, shape, tokens)
