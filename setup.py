@@ -26,6 +26,19 @@ AUTO_GPTQ = ["auto-gptq==0.7.1"]
 # Plots of the analyzer and of the quality tool; without it they print and write JSON.
 TOOLS = ["matplotlib>=3.8"]
 
+# A peer that the benchmarks measure beside; without it they say so and go on. It is built from
+# source; DISABLE_CUDA=1 in the environment spares it the attempt to build CUDA kernels.
+BENCH = ["hqq>=0.2.8"]
+
+# Gauges for Prometheus.
+PROMETHEUS = ["prometheus-client"]
+
+# What bench/peers.py compares with. kvpress 0.5 is left out: it wants transformers < 5.3, and goes
+# into an environment of its own. llama.cpp is built from source, in pip's own build environment:
+# pip install -c constraints.txt '.[peers-llama]', without --no-build-isolation.
+PEERS = ["hqq>=0.2.8", "optimum-quanto>=0.2.7", "fused-turboquant", "turboquant-kv"]
+PEERS_LLAMA = ["llama-cpp-python>=0.3.36"]
+
 # The C++ kernels for CPUs are optional: without a compiler the install succeeds, and the first use
 # says what is slower. Loaded by path, for the package itself needs torch.
 NATIVE = runpy.run_path(str(Path(__file__).with_name("omlx_kernels") / "native" / "build.py"))
@@ -69,6 +82,16 @@ setup(
         "auto-gptq": AUTO_GPTQ,
         "demo": [*GPTQ, "gguf"],
         "tools": TOOLS,
-        "dev": [*TOOLS, "pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"],
+        "bench": [*BENCH, "pytest>=8", "pytest-benchmark"],
+        "peers": PEERS,
+        "peers-llama": PEERS_LLAMA,
+        "prometheus": PROMETHEUS,
+        "dev": [
+            *TOOLS,
+            *PROMETHEUS,
+            *("pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"),
+            *("mypy", "types-PyYAML"),
+            *("fastapi", "openai", "uvicorn"),  # of the examples in docs/serving.md
+        ],
     },
 )

@@ -1,12 +1,14 @@
 """End to end on the GPTQ SmolLM2: how fast is the next token after a long text, and the first?
 
-The contenders are the stock model with transformers' DynamicCache and with its fp8 QuantizedCache
-(which de-quantizes all of it at every step), and the patched model with the default 8-bit cache and
-with a window of 1024 tokens. Each reads the same text and then decodes the same tokens; within a
-length they take turns, so that a busy machine slows all of them.
+The contenders are the stock model with transformers' DynamicCache and with its QuantizedCache, fp8
+and, where the package hqq is installed, hqq at 8 bits (which de-quantize all of it at every step),
+and the patched model with the default 8-bit cache and with a window of 1024 tokens. Each reads the
+same text and then decodes the same tokens; within a length they take turns, so that a busy machine
+slows all of them.
 
     python bench/bench_generate.py                             # a table, and --json OUT
-    pytest bench/bench_generate.py -k "2048"                   # one group
+    pytest bench/bench_generate.py                             # 512 and 4096 tokens
+    pytest bench/bench_generate.py --long -k "2048"            # one group of the longer ones
 
 Only the ratios within one run mean anything; a red check gives no number.
 """
@@ -18,93 +20,39 @@ import json
 import platform
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, QuantizedCache
+from contender import Contender
+from decode_peers import have, stock_cache
+from transformers import PreTrainedModel
 
 import omlx_cache
-from omlx_cache.compat import cache_name
 from omlx_cache.tools.loading import load_model, load_tokenizer
 from omlx_cache.tools.smollm2 import smollm2_gptq_checkpoint
 from omlx_cache.tools.texts import token_ids
 from omlx_kernels import ops
 
 LENGTHS = (512, 2048, 4096, 8192)
+LONG = (2048, 8192)
+STOCK = {
+    "stock": "DynamicCache",
+    "stock fp8": "QuantizedCache-fp8",
+    "stock hqq": "QuantizedCache-hqq",
+}
 CONTENDERS = {
-    "stock": None,
-    "stock fp8": None,
+    **dict.fromkeys(have(tuple(STOCK))),
     "8-bit": {},
     "window 1024": {"window_size": 1024},
 }
 STEPS = 8  # tokens a contender decodes in one turn
 
 
-class Contender:
-    """One model with one kind of cache, which has read ``ids`` and decodes on.
-
-    Attributes:
-        first_token_s: seconds from the text to the first token.
-        step_s: seconds of each token after it.
-    """
-
-    def __init__(self, name: str, model, ids: torch.Tensor) -> None:
-        self.model, self.setting = model, CONTENDERS[name]
-        self.step_s: list[float] = []
-        with self._patch():
-            if self.setting is not None:
-                self.cache = omlx_cache.PagedCache(model)
-            elif name == "stock":
-                self.cache = DynamicCache(config=model.config)
-            else:
-                self.cache = QuantizedCache("fp8", config=model.config)
-            start = time.perf_counter()
-            self.token = self._forward(ids)
-            self.first_token_s = time.perf_counter() - start
-
-    def _patch(self):
-        """Return the context in which the model runs: patched, or as it is."""
-        if self.setting is None:
-            return nullcontext()
-        return omlx_cache.patched(self.model, **self.setting)
-
-    @torch.no_grad()
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
-        kwargs = {cache_name(type(self.model).forward): self.cache, "logits_to_keep": 1}
-        token = self.model(ids, **kwargs).logits[:, -1:].argmax(-1)
-        if token.is_cuda:
-            torch.cuda.synchronize()
-        return token
-
-    def decode(self, steps: int = STEPS) -> None:
-        """Decode some tokens and note what each took."""
-        with self._patch():
-            for _ in range(steps):
-                start = time.perf_counter()
-                self.token = self._forward(self.token)
-                self.step_s.append(time.perf_counter() - start)
-
-    def num_bytes(self) -> int:
-        """Bytes that the cache's tensors hold."""
-        if isinstance(self.cache, omlx_cache.PagedCache):
-            return self.cache.report().total_bytes
-        layers = [value for layer in self.cache.layers for value in vars(layer).values()]
-        return sum(storage.nbytes() for storage in _storages(layers).values())
-
-
-def _storages(value) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in nested lists, tuples and dicts, by address."""
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        return {storage.data_ptr(): storage}
-    if isinstance(value, dict):
-        value = list(value.values())
-    found = {}
-    for item in value if isinstance(value, list | tuple) else ():
-        found |= _storages(item)
-    return found
+def contender(name: str, model: PreTrainedModel, ids: torch.Tensor) -> Contender:
+    """Let a contender read ``ids``."""
+    cache = (lambda: stock_cache(STOCK[name], model.config)) if name in STOCK else None
+    return Contender(model, ids, CONTENDERS[name], cache)
 
 
 def prepare(device: str) -> tuple[object, torch.Tensor]:
@@ -127,11 +75,11 @@ def check(model, ids: torch.Tensor) -> None:
 
 def measure(model, ids: torch.Tensor, seconds: float) -> dict[str, dict[str, float]]:
     """Let all contenders read ``ids``, then decode in turns for some seconds."""
-    contenders = {name: Contender(name, model, ids) for name in CONTENDERS}
+    contenders = {name: contender(name, model, ids) for name in CONTENDERS}
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or not contenders["stock"].step_s:
-        for contender in contenders.values():
-            contender.decode()
+        for each in contenders.values():
+            each.decode(STEPS)
     return {
         name: {
             "tokens_per_s": 1 / statistics.median(c.step_s),
@@ -152,17 +100,19 @@ def prepared():
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in LENGTHS]
+)
 def test_next_token(benchmark, prepared, tokens, name):
     model, ids = prepared
-    contender = Contender(name, model, ids[:, :tokens])
+    timed = contender(name, model, ids[:, :tokens])
     benchmark.group = f"next token after {tokens}"
     benchmark.extra_info |= {
-        "first_token_s": contender.first_token_s,
-        "cache_bytes": contender.num_bytes(),
+        "first_token_s": timed.first_token_s,
+        "cache_bytes": timed.num_bytes(),
         "threads": torch.get_num_threads(),
     }
-    benchmark.pedantic(contender.decode, kwargs={"steps": 1}, rounds=24, warmup_rounds=4)
+    benchmark.pedantic(timed.decode, kwargs={"steps": 1}, rounds=24, warmup_rounds=4)
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
 """Decode attention: how much faster than PyTorch's own, and how close to reading the bytes once?
 
 One group per shape and length holds the contenders: torch's SDPA in bf16 and fp32 on a contiguous
-cache (queries of a group as rows, its fastest form on a CPU), a bare read of as many bytes as the
-8-bit blocks have, and `ops.paged_attention` on hot blocks, on 8-bit blocks (the newest one hot), on
-8-bit blocks with a window of 1024, and on mixed tiers: of the old blocks, the older quarter K4V4
-and the others K8V4, values rotated. What is timed is first compared with plain torch.
+cache (queries of a group as rows, its fastest form on a CPU, and with ``enable_gqa``), DynamicCache
+and QuantizedCache of transformers (fp8, and hqq where it is installed) with SDPA behind them, a
+bare read of as many bytes as the 8-bit blocks have, and `ops.paged_attention` on hot blocks, on
+8-bit blocks (the newest one hot), on 8-bit blocks with a window of 1024, and on mixed tiers: of the
+old blocks, the older quarter K4V4 and the others K8V4, values rotated. What is timed is first
+compared with plain torch.
 
-    pytest bench/bench_paged_attention.py                     # everything, a few minutes
+    pytest bench/bench_paged_attention.py                     # 1024 and 8192 tokens
+    pytest bench/bench_paged_attention.py --long              # everything, some minutes
     pytest bench/bench_paged_attention.py -k "8192 and 9/3"   # one group
     python bench/bench_paged_attention.py --tokens 8192       # ratios, contenders taking turns
 
@@ -21,7 +24,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
+from decode_peers import CACHES, SDPA, decode_peer, have
 
 from omlx_kernels import ops, vectorized
 from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, LayerBlocks, Tier
@@ -29,8 +32,9 @@ from omlx_kernels.metadata import AttentionMetadata
 
 SHAPES = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128), "32/32/128": (32, 32, 128)}
 LENGTHS = (1024, 4096, 8192, 32768)
-CONTENDERS = ("sdpa-bf16", "sdpa-fp32", "read", "hot", "8-bit", "window", "mixed")
-OURS = CONTENDERS[3:]
+LONG = (4096, 32768)
+OURS = ("hot", "8-bit", "window", "mixed")
+CONTENDERS = have((*SDPA, *CACHES, "read", *OURS))
 WINDOW, SINK_TOKENS, BLOCK_SIZE = 1024, 4, 256
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -132,16 +136,12 @@ def contender(name: str, shape: str, tokens: int) -> tuple[Callable[[], object],
         decode = Decode(shape, tokens, name)
         decode.check()
         return _synchronised(decode.run), decode.num_bytes
-    num_heads, kv_heads, dim = SHAPES[shape]
     if name == "read":
         num_bytes = Decode(shape, tokens, "8-bit").num_bytes
         buffer = torch.randn(num_bytes // 4, device=DEVICE)
         return _synchronised(buffer.sum), num_bytes
-    dtype = torch.bfloat16 if name == "sdpa-bf16" else torch.float32
-    q = torch.randn(1, kv_heads, num_heads // kv_heads, dim, device=DEVICE, dtype=dtype)
-    k, v = torch.randn(2, 1, kv_heads, tokens, dim, device=DEVICE, dtype=dtype)
-    run = _synchronised(lambda: F.scaled_dot_product_attention(q, k, v))
-    return run, 2 * k.numel() * k.element_size()
+    run, num_bytes = decode_peer(name, SHAPES[shape], tokens, DEVICE)
+    return _synchronised(run), num_bytes
 
 
 def _synchronised(run: Callable[[], object]) -> Callable[[], object]:
@@ -155,9 +155,11 @@ def _synchronised(run: Callable[[], object]) -> Callable[[], object]:
     return timed
 
 
-@pytest.mark.benchmark(max_time=0.5)  # there are 84
+@pytest.mark.benchmark(max_time=0.5)
 @pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in LENGTHS]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode(benchmark, shape, tokens, name):
     run, num_bytes = contender(name, shape, tokens)

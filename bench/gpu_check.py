@@ -4,8 +4,9 @@
     TRITON_INTERPRET=1 python bench/gpu_check.py --tiny      # the same on a CPU: proves the script
 
 First every op against the float64 oracle (`gpu_correctness`), then decode and extend over lengths,
-batches and models. An op that was wrong is not timed. The smallest steps come first, so that a
-budget that runs out has left out the largest ones; what is left out is listed with the reason.
+batches and models, then tokens a second of a whole model (`gpu_end_to_end`). What was wrong is not
+timed. The smallest steps come first, so that a budget that runs out has left out the largest ones;
+what is left out is listed with the reason.
 
 | contender | reads |
 |---|---|
@@ -30,6 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gpu_correctness
+import gpu_end_to_end
 import torch
 import triton
 import typer
@@ -45,6 +47,9 @@ from omlx_kernels import ops
 
 CHECKS_SHARE = 0.4
 """The part of the budget after which no further check is begun."""
+END_TO_END_SHARE = 0.25
+"""The part of the budget that is kept for the whole model."""
+SERVES_A_MODEL = {"append_kv", "convert_blocks", "decode", "extend"}
 TIERS = ("hot", "k8v8", "k4v4", "mixed")
 CONTENDERS = (*TIERS, "sdpa", "per-token int8", "copy")
 
@@ -85,7 +90,7 @@ class Timing:
 def timings(num_sms: int, *, tiny: bool) -> list[Timing]:
     """Return what is timed, the smallest first."""
     models = {"tiny": Shape(4, 2, 64)} if tiny else MODELS
-    lengths = (600,) if tiny else (1024, 4096, 16384, 32768, 131072)
+    lengths = (400,) if tiny else (1024, 4096, 16384, 32768, 131072)
     batches = (2,) if tiny else (1, 8, 32)
     queries = {"decode": 1, "extend": 16 if tiny else 512}
     found = [
@@ -205,10 +210,12 @@ def print_results(checks: list[dict], rows: list[dict]) -> None:
 
 def main(
     tiny: bool = typer.Option(False, help="next to no work, for the interpreter on a CPU"),
-    budget_s: int = typer.Option(480, help="seconds after which nothing is begun"),
+    budget_s: int = typer.Option(
+        480, help="seconds after which nothing is begun, and a model is stopped"
+    ),
     out: Path = typer.Option(Path("gpu_check.json"), help="where the JSON goes"),
 ) -> None:
-    """Check every op on the device, then time decode and extend."""
+    """Check every op on the device, then time decode, extend and a whole model."""
     start = time.monotonic()
     device = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -224,14 +231,23 @@ def main(
         checks = gpu_correctness.run(todo, start + CHECKS_SHARE * budget_s)
         sound = gpu_correctness.sound_ops(checks)
         found = timings(num_sms, tiny=tiny)
-        rows = list(measure(found, sound, device, start + budget_s))
+        rows = list(measure(found, sound, device, start + (1 - END_TO_END_SHARE) * budget_s))
+    if wrong := sorted(SERVES_A_MODEL - sound):
+        model = gpu_end_to_end.nothing(f"{', '.join(wrong)} not found right")
+    else:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        model = gpu_end_to_end.in_own_process(start + budget_s - time.monotonic(), tiny=tiny)
     result = {"machine": machine(device), "tiny": tiny, "checks": checks, "timings": rows}
+    result["end_to_end"] = model
     result["seconds"] = round(time.monotonic() - start, 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print_results(checks, rows)
+    gpu_end_to_end.print_rows(model)
     print(f"{result['seconds']} s; {out}")
     bad = any(check["result"] in ("WRONG", "FAILED") for check in checks)
+    bad = bad or bool(gpu_end_to_end.failures(model))
     if bad or any(row["reason"].startswith("FAILED") for row in rows):
         raise typer.Exit(1)
 

@@ -85,7 +85,7 @@ class Step:
         seen = 0 if self.window_size is None else first_query - self.window_size + 1
         parts, row = MIXES[self.mix], []
         for i, start in enumerate(starts):
-            tier = parts[i * len(parts) // len(old)] if start in old else Tier.HOT
+            tier = parts[i * len(parts) // len(old)] if i < len(old) else Tier.HOT
             if start + self.block_size > seen:
                 row.append(StoredBlock(start, tier, used[tier]))
                 used[tier] += 1

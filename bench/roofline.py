@@ -4,26 +4,35 @@
     python bench/roofline.py --measure --tokens 8192  # and the time, beside a plain copy's
 
 *Floor*: codes and scales of the visible tokens, once; computed from `omlx_kernels.layout`. *Moved*:
-everything that the two kernels ask of the memory system, as if nothing were found in a cache:
+what must come from or go to DRAM, for that is what takes the time. The bar is the floor plus 3 %; a
+row above it is marked. *Asked*: all that the two kernels ask of the memory system, as if nothing
+were ever found in a cache. They differ in what a neighbour has just read or written:
 
-| part | why it is more than the floor |
-|---|---|
-| blocks | scales are read by whole groups of 64 tokens, also where one token is visible |
-| q | each split reads its query heads again |
-| tables | each split of each kv head reads where its blocks are, once a tile of 64 keys |
-| partials | each split writes its output and log-sum-exp (float32), the merge reads them back |
-| out | written once |
+| part | asked | moved |
+|---|---|---|
+| blocks | by each tile of query heads; scales by whole groups of 64 tokens | once |
+| q | by each split | once |
+| tables | by each split of each kv head, once a tile of 64 keys | once |
+| partials | output and log-sum-exp (float32) of each split, written and read | - |
+| out | once | once |
 
-q, tables and partials are small and have just been written or read: on a GPU most of it is served
-by L2 and never reaches DRAM. *DRAM* counts each of those bytes once, and no partials. A tile that
-is partly outside of the window asks only for its visible keys (predicated loads); that DRAM moves
-sectors of 32 bytes changes nothing, since a token of a head has at least 32.
+Partials are a few MiB, written when a program ends and read by the merge right after the last one,
+so they are expected in L2. *Worst* is for an L2 that keeps only what was touched last. Programs run
+in waves, two on each multiprocessor; where the waves after one read more blocks than L2 holds, its
+partials are counted, too, both ways. What is in L2 when the step ends may be written back later, or
+be overwritten by the next layer's: that is not counted.
+
+A tile that is partly outside of the window asks only for its visible keys (predicated loads); that
+DRAM moves sectors of 32 bytes changes nothing, since a token of a head has at least 32.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,52 +44,83 @@ from problems import MIXES, Attention, Shape, Step
 from rich.console import Console
 from rich.table import Table
 
-from omlx_kernels.layout import QUANT_GROUP, Tier
+from omlx_kernels.launch import decode_config
+from omlx_kernels.layout import QUANT_GROUP, BlockFormat, Tier
+from omlx_kernels.triton.common import block_d
 
+SHAPES = ["32/32/128", "32/8/128"]
+TOKENS = [1024, 8192, 32768, 131072]
+BATCHES = [1, 8, 32]
 INT = 4
 """Bytes of a table entry."""
 
 
+BAR = 0.03
+"""By which part of the floor the moved bytes may be more."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What decides which bytes stay in L2; by default a GeForce RTX 3090, whose L2 is small."""
+
+    num_sms: int = 82
+    l2_bytes: int = 6 * 2**20
+
+    @classmethod
+    def at_hand(cls) -> Device:
+        """Return the GPU's numbers, the default's without a GPU."""
+        if not torch.cuda.is_available():
+            return cls()
+        properties = torch.cuda.get_device_properties(0)
+        return cls(properties.multi_processor_count, properties.L2_cache_size)
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a decode step asks for; see the module's text.
+    """Bytes of a decode step; see the module's text.
 
     Attributes:
         floor: codes and scales of the visible tokens.
-        blocks: codes and scales that are read.
-        q, tables, partials, out: the rest.
+        blocks: codes and scales that are read, once.
+        again: the same read by further tiles of query heads.
+        q, tables, partials, out: what is asked for besides.
         unique: what q, tables and out occupy, each byte once.
+        evicted: partials that leave L2 before they are merged at worst, written and read.
     """
 
     floor: float
     blocks: int
+    again: int
     q: int
     tables: int
     partials: int
     out: int
     unique: int
+    evicted: float
 
     @property
-    def moved(self) -> int:
-        """All bytes that are asked for."""
-        return self.blocks + self.q + self.tables + self.partials + self.out
+    def asked(self) -> float:
+        """By which part of the floor the bytes that are asked for are more."""
+        parts = self.blocks, self.again, self.q, self.tables, self.partials, self.out
+        return sum(parts) / self.floor - 1
 
     @property
-    def excess(self) -> float:
-        """By which part of the floor `moved` is more."""
-        return self.moved / self.floor - 1
-
-    @property
-    def dram_excess(self) -> float:
-        """The same of the bytes that must come from or go to DRAM."""
+    def moved(self) -> float:
+        """By which part of the floor the bytes that DRAM moves are more."""
         return (self.blocks + self.unique) / self.floor - 1
 
+    @property
+    def worst(self) -> float:
+        """The same where L2 keeps only what was touched last."""
+        return self.moved + self.evicted / self.floor
 
-def visible_bytes(step: Step, tier: Tier, first: int, last: int) -> tuple[float, int]:
+
+@cache
+def visible_bytes(fmt: BlockFormat, tier: Tier, first: int, last: int) -> tuple[float, int]:
     """Return floor and read bytes of the tokens [first, last) of one block or page."""
-    size = step.sink_tokens if tier is Tier.SINK else step.block_size
+    size = fmt.sink_tokens if tier is Tier.SINK else fmt.block_size
     floor, read = 0.0, 0
-    for name, (shape, dtype) in step.format.parts(tier).items():
+    for name, (shape, dtype) in fmt.parts(tier).items():
         heads, rows, *inner = shape
         row_bytes = heads * dtype.itemsize * int(torch.Size(inner).numel())
         tokens_per_row = size // rows
@@ -92,37 +132,45 @@ def visible_bytes(step: Step, tier: Tier, first: int, last: int) -> tuple[float,
     return floor, read
 
 
-def traffic(step: Step) -> Traffic:
+def traffic(step: Step, device: Device | None = None) -> Traffic:
     """Count the bytes of a decode step, whose sinks stay visible."""
+    device = device or Device(step.num_sms)
     if step.query_len != 1:
         raise ValueError(f"traffic: step.query_len must be 1 (decode), got {step.query_len}")
-    floor, blocks, tiles = 0.0, 0, 0
+    fmt, floor, blocks, tiles = step.format, 0.0, 0, 0
     for length, row in zip(step.lengths, step.rows, strict=True):
         seen = 0 if step.window_size is None else max(0, length - step.window_size)
         if step.sink_tokens:
-            page = visible_bytes(step, Tier.SINK, 0, min(step.sink_tokens, length))
+            page = visible_bytes(fmt, Tier.SINK, 0, min(step.sink_tokens, length))
             floor, blocks = floor + page[0], blocks + page[1]
         for block in row:
             first = max(0, seen - block.start)
             last = min(step.block_size, length - block.start)
-            part = visible_bytes(step, block.tier, first, last)
+            part = visible_bytes(fmt, block.tier, first, last)
             floor, blocks = floor + part[0], blocks + part[1]
             tiles += step.block_size // QUANT_GROUP
     tables = step.tables()
     splits, seqs = len(tables["splits"]), len(step.lengths)
     heads, kv_heads, dim = step.shape.num_q_heads, step.shape.num_kv_heads, step.shape.head_dim
-    q = heads * dim * step.format.dtype.itemsize
+    q = heads * dim * fmt.dtype.itemsize
+    tile = decode_config(("cuda", 86), block_d(dim), step.dtype, heads // kv_heads).block_m
+    head_tiles = -(-heads // kv_heads // tile)
+    partials = 2 * splits * heads * (dim + 1) * torch.float32.itemsize
+    waves = -(-splits * kv_heads * head_tiles // (2 * device.num_sms))
+    lost = sum((waves - i) * blocks > waves * device.l2_bytes for i in range(1, waves))
     # A split's program reads its row of the work list, seq_len, its query's row (two bounds), and
     # for the sink page its number; the merge's, for each query head, four bounds.
     programs = kv_heads * (splits * (4 + 1 + 2) + seqs) + seqs * heads * 4
     return Traffic(
         floor=floor,
         blocks=blocks,
+        again=(head_tiles - 1) * blocks,
         q=splits * q,
-        tables=(programs + kv_heads * tiles * 2) * INT,
-        partials=2 * splits * heads * (dim + 1) * torch.float32.itemsize,
+        tables=head_tiles * (programs + kv_heads * tiles * 2) * INT,
+        partials=partials,
         out=seqs * q,
         unique=2 * seqs * q + sum(table.nbytes for table in tables.values()),
+        evicted=partials * lost / waves,
     )
 
 
@@ -133,45 +181,60 @@ def measure(step: Step, device: torch.device) -> tuple[float, float]:
     return traffic(step).floor / ms / 1e6, copy_gb_per_s(int(traffic(step).floor), device)
 
 
+def steps(
+    shapes: Iterable[str],
+    tokens: Iterable[int],
+    batches: Iterable[int],
+    mixes: Iterable[str],
+    window: int | None = None,
+    dtype: str = "bfloat16",
+    num_sms: int = 82,
+) -> Iterator[Step]:
+    """Yield the steps of the table."""
+    for shape, length, batch, mix in itertools.product(shapes, tokens, batches, mixes):
+        heads = Shape(*map(int, shape.split("/")))
+        yield Step(heads, dtype, (length,) * batch, mix, 1, window, num_sms)
+
+
 def main(
-    tokens: list[int] = typer.Option([1024, 8192, 32768, 131072], help="lengths of a sequence"),
-    batch: list[int] = typer.Option([1, 8], help="sequences"),
+    tokens: list[int] = typer.Option(TOKENS, help="lengths of a sequence"),
+    batch: list[int] = typer.Option(BATCHES, help="sequences"),
     mix: list[str] = typer.Option(list(MIXES), help="tiers of the old blocks"),
-    shape: list[str] = typer.Option(["32/32/128", "32/8/128"], help="q/kv heads/head_dim"),
+    shape: list[str] = typer.Option(SHAPES, help="q/kv heads/head_dim"),
     window: int = typer.Option(None, help="keys that a query sees"),
     dtype: str = typer.Option("bfloat16", help="of the model"),
-    num_sms: int = typer.Option(82, help="multiprocessors, which the splits are cut for"),
+    num_sms: int = typer.Option(None, help="multiprocessors; default: the GPU's, else 82"),
+    l2_mib: float = typer.Option(None, help="size of L2; default: the GPU's, else 6"),
     measure_it: bool = typer.Option(False, "--measure", help="time it, here"),
 ) -> None:
-    """Print the table; more than 3 % over the floor is marked."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    table = Table(title=f"Decode, {dtype}, splits for {num_sms} multiprocessors", box=None)
+    """Print the table; what moves more than the floor plus 3 % is marked."""
+    found = Device.at_hand()
+    l2 = found.l2_bytes if l2_mib is None else int(l2_mib * 2**20)
+    gpu = Device(found.num_sms if num_sms is None else num_sms, l2)
+    title = f"Decode, {dtype}, {gpu.num_sms} multiprocessors, L2 {gpu.l2_bytes / 2**20:.0f} MiB"
+    table = Table(title=title, box=None)
     for column in ("shape", "tokens", "batch", "tiers", "splits", "floor MiB"):
         table.add_column(column, justify="left" if column in ("shape", "tiers") else "right")
-    for column in ("blocks", "q", "tables", "partials", "out", "moved", "DRAM"):
+    for column in ("blocks", "q", "tables", "partials", "out", "asked", "worst", "moved"):
         table.add_column(column, justify="right")
     if measure_it:
         table.add_column("GB/s", justify="right")
         table.add_column("of a copy", justify="right")
-    for name in shape:
-        for length in tokens:
-            for sequences in batch:
-                for tiers in mix:
-                    heads = Shape(*map(int, name.split("/")))
-                    step = Step(heads, dtype, (length,) * sequences, tiers, 1, window, num_sms)
-                    moved = traffic(step)
-                    parts = (moved.blocks - moved.floor, moved.q, moved.tables, moved.partials)
-                    cells = [f"{part / moved.floor:.2%}" for part in (*parts, moved.out)]
-                    over = "" if moved.excess <= 0.03 else " !"
-                    cells += [f"{moved.excess:+.2%}{over}", f"{moved.dram_excess:+.2%}"]
-                    if measure_it:
-                        rate, ceiling = measure(step, device)
-                        cells += [f"{rate:.1f}", f"{rate / ceiling:.0%}"]
-                    splits = str(len(step.tables()["splits"]))
-                    left = (name, str(length), str(sequences), tiers, splits)
-                    table.add_row(*left, f"{moved.floor / 2**20:.1f}", *cells)
+    for step in steps(shape, tokens, batch, mix, window, dtype, gpu.num_sms):
+        bytes_of = traffic(step, gpu)
+        read = bytes_of.blocks + bytes_of.again - bytes_of.floor
+        parts = (read, bytes_of.q, bytes_of.tables, bytes_of.partials, bytes_of.out)
+        cells = [f"{part / bytes_of.floor:.2%}" for part in parts]
+        over = " !" if bytes_of.moved > BAR else ""
+        cells += [f"{excess:+.2%}" for excess in (bytes_of.asked, bytes_of.worst, bytes_of.moved)]
+        cells[-1] += over
+        if measure_it:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            rate, ceiling = measure(step, device)
+            cells += [f"{rate:.1f}", f"{rate / ceiling:.0%}"]
+        left = (str(step.shape), str(step.lengths[0]), str(len(step.lengths)), step.mix)
+        splits = str(len(step.tables()["splits"]))
+        table.add_row(*left, splits, f"{bytes_of.floor / 2**20:.1f}", *cells)
     Console(width=150).print(table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import gpu_correctness
+import op_checks
 import torch
 from measuring import median_ms
 from problems import DTYPES, Attention, Shape, Step, fill
@@ -86,14 +86,14 @@ def check(job: Job, config: TileConfig, device: torch.device) -> None:
     """Compare the op with the oracle, under this tile; raise AssertionError where it is wrong."""
     with tuned.using(job.with_tile(config)), ops.use_implementation("triton"):
         if job.op == "append":
-            gpu_correctness.check_append(device, torch.float16, *job.key)
+            op_checks.check_append(device, torch.float16, *job.key)
         elif job.op == "convert":
             for source, target in ((Tier.HOT, Tier.K8V8), (Tier.K8V8, Tier.K4V4)):
-                gpu_correctness.check_convert(device, torch.float16, job.key[0], source, target)
+                op_checks.check_convert(device, torch.float16, job.key[0], source, target)
         else:
             shape = shape_of(job)
             new = 1 if job.op == "decode" else max(2, job.key[2] // 4)
-            gpu_correctness.check_attention(
+            op_checks.check_attention(
                 device,
                 [new + 333, new],
                 [new, new],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from omlx_cache.chat_session import ChatSession
     from omlx_cache.config import CacheConfig
     from omlx_cache.config_errors import ConfigError
-    from omlx_cache.patching import patch, patched, report, unpatch
+    from omlx_cache.patching import flush, patch, patched, report, unpatch
     from omlx_kernels.errors import OutOfBlocksError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ConfigError",
     "OutOfBlocksError",
     "PagedCache",
+    "flush",
     "patch",
     "patched",
     "report",
@@ -41,6 +42,7 @@ _MODULES = {
     "ConfigError": "omlx_cache.config_errors",
     "OutOfBlocksError": "omlx_kernels.errors",
     "PagedCache": "omlx_cache.cache",
+    "flush": "omlx_cache.patching",
     "patch": "omlx_cache.patching",
     "patched": "omlx_cache.patching",
     "report": "omlx_cache.patching",

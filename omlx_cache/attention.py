@@ -151,13 +151,16 @@ def paged_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
         # As an op it has no backward either, and torch says so.
-        scores = (scale, softcap, s_aux)
-        return compiled.attend(cache.handle, module.layer_idx, query, key, value, *scores), None
+        tensors = (query, key, value)
+        out = compiled.attend(cache.handle, module.layer_idx, *tensors, scale, softcap, s_aux)
+        return out, None
     out = layer.attend(query.detach(), key, value, scale, softcap=softcap, sink_logits=s_aux)
     if cache.weights is not None:
         valid = cache.columns_in_step()
-        scores = {"softcap": softcap, "sink_logits": s_aux}
-        cache.weights.append(attention_weights(layer, valid, query.detach(), scale, **scores))
+        weights = attention_weights(
+            layer, valid, query.detach(), scale, softcap=softcap, sink_logits=s_aux
+        )
+        cache.weights.append(weights)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _RefuseBackward.apply(out, query)
     return out, None

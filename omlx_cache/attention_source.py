@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -53,24 +53,27 @@ class AttentionSource:
         return None if None in reached else False
 
 
-@lru_cache
 def read_source(attention: type[nn.Module]) -> AttentionSource:
     """Read ``forward`` of an attention class.
 
     Raises:
         NotImplementedError: when its source can't be read, or calls no attention function.
     """
+    return _read(attention.forward, attention.__name__)
+
+
+@lru_cache
+def _read(forward: Callable, name: str) -> AttentionSource:
     try:
-        text = inspect.getsource(inspect.unwrap(attention.forward))
+        text = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError) as error:
         raise NotImplementedError(
-            f"the source of {attention.__name__}.forward, which says how it attends, can't be "
-            f"read ({error})"
+            f"the source of {name}.forward, which says how it attends, can't be read ({error})"
         ) from None
     calls = list(_calls(ast.parse(textwrap.dedent(text)), ()))
-    attends = [call for name, call, _ in calls if name == _INTERFACE]
+    attends = [call for called, call, _ in calls if called == _INTERFACE]
     if not attends:
-        raise NotImplementedError(f"{attention.__name__}.forward calls no {_INTERFACE}(...)")
+        raise NotImplementedError(f"{name}.forward calls no {_INTERFACE}(...)")
     rotates = [call.lineno for name, call, _ in calls if "rotary" in name]
     norms = [call.lineno for name, call, _ in calls if "norm" in name]
     indices = [index for name, call, _ in calls if name == "update" for index in _layer_index(call)]
@@ -93,12 +96,14 @@ def _calls(
     """Yield (name of the function, call, conditions that lead to it) for every call in ``node``."""
     if isinstance(node, ast.Call):
         yield getattr(node.func, "id", getattr(node.func, "attr", "")), node, conditions
-    under = dict.fromkeys(ast.iter_child_nodes(node), conditions)
+    under: dict[ast.AST, tuple[Condition, ...]] = dict.fromkeys(
+        ast.iter_child_nodes(node), conditions
+    )
     if isinstance(node, (ast.If, ast.IfExp)):
         test = compile(ast.Expression(node.test), "<condition>", "eval")
         for branch, wanted in ((node.body, True), (node.orelse, False)):
-            for child in branch if isinstance(branch, list) else [branch]:
-                under[child] = (*conditions, (test, wanted))
+            children: Sequence[ast.AST] = branch if isinstance(branch, list) else [branch]
+            under |= dict.fromkeys(children, (*conditions, (test, wanted)))
     for child, leading in under.items():
         yield from _calls(child, leading)
 

@@ -88,11 +88,13 @@ class BlockAllocator:
         Raises:
             OutOfBlocksError: when they may not; no block in need changes either way.
         """
-        free = self.num_free
-        if self.reclaim is not None and free is not None and count > free:
+        if self.max_blocks is None:
+            return
+        free = self.max_blocks - self.num_used
+        if self.reclaim is not None and count > free:
             self.reclaim(count - free)
-            free = self.num_free
-        if free is not None and count > free:
+            free = self.max_blocks - self.num_used
+        if count > free:
             raise OutOfBlocksError(count, free, self.max_blocks)
 
     def allocate(self, space: Hashable, count: int) -> list[int]:

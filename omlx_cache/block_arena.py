@@ -41,6 +41,20 @@ class BlockArena:
         self.host = host
 
     @property
+    def known_blocks(self) -> KeptBlocks:
+        """`kept_blocks` of an arena that a prefix store made.
+
+        Raises:
+            RuntimeError: for another one.
+        """
+        return _made_by_a_store(self.kept_blocks)
+
+    @property
+    def known_pages(self) -> KeptBlocks:
+        """`kept_pages` likewise."""
+        return _made_by_a_store(self.kept_pages)
+
+    @property
     def num_available(self) -> int | None:
         """Blocks that a step may take: free, or only held for later calls; None: no bound."""
         free, kept = self.blocks.num_free, self.kept_blocks
@@ -144,7 +158,8 @@ class BlockArena:
 
     def _follow(self, moves: Mapping[Tier, Mapping[int, int]]) -> None:
         for row in (row for rows in self.members for row in rows):
-            row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
+            if row.sink_page is not None:
+                row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
             row.blocks = _renumbered(row.blocks, moves)
         for kept in (self.kept_blocks, self.kept_pages):
             if kept is not None:
@@ -156,3 +171,9 @@ def _renumbered(
     blocks: list[StoredBlock], moves: Mapping[Tier, Mapping[int, int]]
 ) -> list[StoredBlock]:
     return [replace(b, index=moves[b.tier].get(b.index, b.index)) for b in blocks]
+
+
+def _made_by_a_store(kept: KeptBlocks | None) -> KeptBlocks:
+    if kept is None:
+        raise RuntimeError("BlockArena: the arena must be one of a prefix store, got another")
+    return kept

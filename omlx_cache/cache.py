@@ -48,6 +48,7 @@ _UNQUANTIZED = {
     "prune_ratio": 0.0,
     "cpu_offload": False,
     "max_cpu_blocks": None,
+    "disk_cache": False,
 }
 
 
@@ -92,7 +93,7 @@ class PagedCache(Cache):
         self._lock = StepLock() if self._store is None else self._store.lock
         self.meter = MemoryMeter() if self._store is None else self._store.meter
         self.groups: list[LayerGroup] = []
-        self.reused_tokens = 0
+        self.reused_tokens = self.blocks_from_disk = 0
         self._columns = Columns()
         self._step: tuple[np.ndarray, torch.Tensor | None] | None = None  # columns and their ids
         self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
@@ -127,7 +128,15 @@ class PagedCache(Cache):
             layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
         self.groups += groups.values()
         super().__init__(layers=layers)
+        self._own_layers()
+        if self.config.disk_cache:
+            with self._lock:
+                self._store.open_disk(self, state.spec)
         self._release_when_gone()
+
+    def _own_layers(self) -> None:
+        for layer in self.layers:
+            layer.owner = weakref.ref(self)
 
     def _release_when_gone(self) -> None:
         """Give back what the cache holds of the store's blocks when the cache is collected."""
@@ -297,14 +306,14 @@ class PagedCache(Cache):
 
     def columns_in_step(self) -> np.ndarray:
         """Return which columns are real, [rows, past + columns], those of the step included."""
-        new, _ = self._step
+        new, _ = self._running_step()
         return np.concatenate([self._columns.stored(new.shape[0], self.get_seq_length()), new], 1)
 
     def end_step(self) -> None:
         """Make what the step in progress stored part of the cache."""
         for group in self.groups:
             group.commit()
-        valid, ids = self._step
+        valid, ids = self._running_step()
         past = self.get_seq_length()
         self._columns.add(valid, past, ids)
         self._set_columns(past + valid.shape[1])
@@ -317,6 +326,11 @@ class PagedCache(Cache):
         with self._lock.alone(self):
             for group in self.groups:
                 group.prune()
+
+    def _running_step(self) -> tuple[np.ndarray, torch.Tensor | None]:
+        if self._step is None:
+            raise RuntimeError("PagedCache: a step must be in progress")
+        return self._step
 
     def drop_dead_step(self) -> None:
         """Undo the step that a compiled graph of this thread began and, failing, never ended."""
@@ -479,8 +493,11 @@ class PagedCache(Cache):
         """
         if self._store is None:
             return
+        ids = ids.detach().long()  # texts are compared by their bytes
         with self._lock.alone(self):
+            before = self._store.num_read
             columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
+            self.blocks_from_disk = self._store.num_read - before
         self._columns.start(valid[:, :columns], lengths, ids[:, :columns])
         self._set_columns(columns)
         self.reused_tokens = int(lengths.sum())
@@ -490,6 +507,15 @@ class PagedCache(Cache):
         with self._lock.alone(self):
             self._keep(partial=True)
         self._columns.ids = None
+
+    def keep_as(self, ids: torch.Tensor) -> None:
+        """Let the store hold what a cache that `load` filled holds: the texts ``ids``.
+
+        Args:
+            ids: [rows, columns], for every column of the cache.
+        """
+        self._columns.ids = [ids]
+        self.keep()
 
     def _keep(self, *, partial: bool, rows: list[int] | None = None) -> None:
         """Let the store hold what some rows hold (None: all), with their last block or without."""
@@ -523,7 +549,8 @@ class PagedCache(Cache):
         with self._lock.alone(self):
             if self._is_in_step():
                 raise RuntimeError(
-                    "PagedCache: a cache can't be copied, saved or loaded while a step is running"
+                    "PagedCache: a cache can't be copied, read, saved or loaded while a step is "
+                    "running"
                 )
             yield
 
@@ -539,6 +566,7 @@ class PagedCache(Cache):
             copied.__dict__.update(
                 {k: own[k] if k in own else copy.deepcopy(v, memo) for k, v in vars(self).items()}
             )
+            copied._own_layers()
             if self._store is not None:
                 for group in copied.groups:
                     group.join()

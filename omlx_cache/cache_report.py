@@ -32,6 +32,8 @@ class CacheReport:
         num_sequences: rows of the batch.
         reused_tokens: of the tokens seen, those that an earlier call had left (``prefix_cache``),
             and that were not computed again.
+        blocks_from_disk: blocks that were read from the disk for them (``disk_cache``), over all
+            layer groups, a sink page counted as one.
 
     With ``prefix_cache`` the caches of a model share their blocks: blocks and bytes are then those
     of all of them and of what is kept for later calls, tokens and sequences this cache's.
@@ -48,6 +50,7 @@ class CacheReport:
     seen_tokens: int
     num_sequences: int
     reused_tokens: int
+    blocks_from_disk: int
 
     def to_dict(self) -> dict:
         """Return the fields as a JSON-able dict."""
@@ -99,6 +102,7 @@ def report_of(cache: PagedCache) -> CacheReport:
         seen_tokens=sum(row.length for row in first.rows),
         num_sequences=len(first.rows),
         reused_tokens=cache.reused_tokens,
+        blocks_from_disk=cache.blocks_from_disk,
     )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
-from torch import nn
 
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import cache_name
+from omlx_cache.compat import PreTrainedModel, cache_name
 from omlx_cache.conversation import Conversation
 from omlx_cache.patch_state import state_of
 from omlx_cache.reuse import Settings, begin_with_known
+from omlx_cache.storage.saved_chat import load_chat, save_chat
 from omlx_cache.unwrap import unwrap
 
 
@@ -30,7 +31,8 @@ class ChatSession:
 
     Attributes:
         messages: the chat so far, as ``{"role": ..., "content": ...}``; a copy.
-        reused_tokens: tokens of the last turn's prompt that were not computed again.
+        prompt_tokens: tokens of the last turn's prompt: the whole chat up to its answer.
+        reused_tokens: those of them that were not computed again.
 
     Raises:
         ValueError: when the model is not patched, or without ``prefix_cache``.
@@ -42,7 +44,9 @@ class ChatSession:
         >>> chat.edit(0, "What is a page?", max_new_tokens=64)               # doctest: +SKIP
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, *, system: str | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, *, system: str | None = None
+    ) -> None:
         if not state_of(model).config.prefix_cache:
             raise ValueError(
                 "ChatSession: the model must be patched with prefix_cache=True, got False; call "
@@ -52,7 +56,12 @@ class ChatSession:
         self._end_ids = _end_ids(model)
         self._chat = Conversation(tokenizer, self._end_ids, system=system)
         self._turns: list[tuple[str, str]] = []  # message and answer
-        self.reused_tokens = 0
+        self.prompt_tokens = self.reused_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chat so far."""
+        return self._chat.num_tokens
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -93,12 +102,13 @@ class ChatSession:
         inner, cache = unwrap(self._model), PagedCache(self._model)
         settings = Settings(inner, given.get("generation_config"), given)
         begin_with_known(cache, inputs, settings)
-        self.reused_tokens = cache.reused_tokens
+        self.prompt_tokens, self.reused_tokens = len(ids), cache.reused_tokens
         given[cache_name(type(inner).forward)] = cache
         try:
             output = self._model.generate(input_ids=inputs, **given)
         finally:
             cache.keep()
+            state_of(self._model).used(cache, snapshot=True)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences[0, len(ids) :].tolist()
 
@@ -112,11 +122,70 @@ class ChatSession:
         Raises:
             ValueError: there is no such turn.
         """
-        self._chat.rewind(turn)
-        del self._turns[turn:]
+        self.rewind(turn)
         return self.send(message, **generation)
 
+    def rewind(self, turn: int) -> None:
+        """Forget a turn and all that followed.
 
-def _end_ids(model: nn.Module) -> set[int]:
+        Args:
+            turn: number of the turn, counted from 0.
+
+        Raises:
+            ValueError: there is no such turn.
+        """
+        self._chat.rewind(turn)
+        del self._turns[turn:]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the chat into a file: its messages, its token ids and its cache blocks.
+
+        The blocks are those that the prefix store has now: the longest beginning of the chat of
+        which none has left, quantized as it is. What follows that beginning (all of the chat, where
+        its first blocks are gone, or the weights have changed since) is kept as token ids, and the
+        first turn after `load` computes it again; so it does the last token of the last answer,
+        which no turn has read yet.
+
+        Args:
+            path: of the file, which replaces one of that name in one go.
+
+        Raises:
+            OSError: the file can't be written; one of that name is as it was.
+            RuntimeError: a turn is running.
+            ValueError: the model isn't patched any more.
+        """
+        chat = {"system": self._system, "turns": self._turns, **self._chat.to_data()}
+        save_chat(path, self._model, self._tokenizer, chat)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel, tokenizer: Any
+    ) -> ChatSession:
+        """Read a chat that `save` wrote, and put its blocks back into the prefix store.
+
+        The next turn then computes what a turn of the saved chat would have computed, and says the
+        same.
+
+        Args:
+            path: of the file.
+            model: the model that the chat was held with, patched as it was then.
+            tokenizer: the tokenizer that the chat was held with.
+
+        Raises:
+            OSError: the file can't be read.
+            ValueError: it is damaged or no chat, or one of another model, tokenizer, chat template
+                or cache format; the message says which. Nothing is changed then.
+            OutOfBlocksError: the blocks are more than ``max_gpu_blocks``.
+        """
+        session = cls(model, tokenizer)
+        chat = load_chat(path, model, tokenizer)
+        session._system = chat["system"]
+        session._turns = [(message, answer) for message, answer in chat["turns"]]
+        session._chat = Conversation(tokenizer, session._end_ids, system=session._system)
+        session._chat.restore(chat)
+        return session
+
+
+def _end_ids(model: PreTrainedModel) -> set[int]:
     ids = model.generation_config.eos_token_id
     return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)

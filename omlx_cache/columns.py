@@ -84,7 +84,7 @@ class Columns:
         if self.valid is not None:
             self.valid = np.concatenate([self.valid, valid], 1)
         if self.ids is not None:
-            self.ids = None if ids is None else [*self.ids, ids.detach()]
+            self.ids = None if ids is None else [*self.ids, ids.detach().long()]
 
     def end(self, rows: Sequence[int], num_rows: int, columns: int) -> None:
         """Make ``rows`` rows of padding, now and later."""

@@ -24,7 +24,7 @@ try:  # configurations that hold values for each layer, since 5.24
     from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 except ImportError:
 
-    class AmbiguousGlobalPerLayerAttributeError(RuntimeError):
+    class AmbiguousGlobalPerLayerAttributeError(RuntimeError):  # type: ignore[no-redef]
         """Stand in for an error that this version never raises."""
 
 

@@ -2,8 +2,7 @@
 
 Each key belongs to one section, in YAML and in nested dicts; `config_fields` declares them.
 Keywords are the leaf keys alone: `CacheConfig(window_size=1024)`. A file or dict may write leaf
-keys without their section too. What is not understood is an error, and so is what has not landed
-yet (`config_pending.NOT_LANDED`): nothing is ignored.
+keys without their section too. What is not understood is an error: nothing is ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +16,8 @@ from pydantic import ValidationError
 
 from omlx_cache.config_errors import ConfigError, Given, wrong_line
 from omlx_cache.config_fields import ConfigFields
-from omlx_cache.config_pending import (
-    NOT_LANDED,
-    is_landed,
-    not_landed_error,
-    not_landed_line,
-    today,
-)
 from omlx_cache.config_source import SECTIONS, collect, from_file, from_keywords
+from omlx_cache.config_types import section_of
 
 
 class CacheConfig(ConfigFields):
@@ -35,7 +28,6 @@ class CacheConfig(ConfigFields):
 
     Raises:
         ConfigError: (a ValueError) unknown keys, wrong values, contradictions; all in one message.
-        NotImplementedError: keys or values that have not landed yet; all in one message.
 
     Example:
         >>> config = CacheConfig(window_size=1024, cache_bits=16)
@@ -56,7 +48,7 @@ class CacheConfig(ConfigFields):
         """Read a YAML file; messages name its lines.
 
         Raises:
-            ConfigError, NotImplementedError: as the class; also no text, no YAML or no keys.
+            ConfigError: as the class; also no text, no YAML or no keys.
             OSError: the file can't be read (FileNotFoundError names the nearest file).
         """
         return cls._build(*from_file(path, _SECTION_OF))
@@ -79,13 +71,14 @@ class CacheConfig(ConfigFields):
         Args:
             config: None (the defaults), a CacheConfig, a dict (see `from_dict`) or a YAML file.
             **overrides: leaf keys, which replace those of `config` *before* they are checked: so a
-                file with a value that has not landed works once that value is overridden.
+                file with a wrong value works once that value is overridden.
 
         Example:
             >>> CacheConfig.resolve({"attention": {"pruning": "topk"}}, pruning=None).pruning
         """
         if config is None:
-            given, problems = {}, []
+            given: dict[str, Given] = {}
+            problems: list[str] = []
         elif isinstance(config, CacheConfig):
             known = {k: getattr(config, k) for k in config.model_fields_set}
             given, problems = from_keywords(known, _SECTION_OF)
@@ -140,25 +133,26 @@ class CacheConfig(ConfigFields):
 
     def _fill(self, given: dict[str, Given], problems: list[str]) -> None:
         """Validate into self, or raise one error that holds every problem."""
+        is_implied = "disk_cache" in given and given["disk_cache"].value is not False
+        is_implied = is_implied and "prefix_cache" not in given
+        if is_implied:
+            given = {**given, "prefix_cache": Given(True, "kv_cache.prefix_cache")}
         bad: list[str] = []
         try:
             super().__init__(**{k: g.value for k, g in given.items() if k in _FIELDS})
         except ValidationError as error:  # a union reports once for each of its branches
             bad = list(dict.fromkeys(str(e["loc"][0]) for e in error.errors(include_url=False)))
-        wrong = [wrong_line(given[k], _FIELDS[k], today(k)) for k in bad]
+        wrong = [wrong_line(given[k], _FIELDS[k]) for k in bad]
         wrong += _contradictions(given, bad)
-        early = {k: g for k, g in given.items() if k not in bad and not is_landed(k, g.value)}
         if problems or wrong:
-            more = [not_landed_line(k, g) for k, g in early.items()]
-            raise ConfigError(*problems, *wrong, *more)
-        if early:
-            raise not_landed_error(early)
+            raise ConfigError(*problems, *wrong)
+        if is_implied:
+            self.model_fields_set.discard("prefix_cache")  # it leaves with what implies it
 
 
 _FIELDS = CacheConfig.model_fields
 _PRECISION = ("cache_bits", "tiers", "target_saving")
-_SECTION_OF = {k: f.json_schema_extra["section"] for k, f in _FIELDS.items()}
-_SECTION_OF |= {k: row.section for k, row in NOT_LANDED.items() if row.section}
+_SECTION_OF = {k: section_of(f) for k, f in _FIELDS.items()}
 
 
 def check_model_bits(config: CacheConfig, actual_bits: int | None) -> None:
@@ -221,6 +215,13 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
         which = " and ".join(f"{g.path}{g.place}" for g in said)
         lines.append(
             f"{which} exclude each other: each says how older tokens are stored; delete all but one"
+        )
+    disk, prefix = given.get("disk_cache"), given.get("prefix_cache")
+    are_legal = disk and prefix and not {"disk_cache", "prefix_cache"} & set(bad)
+    if are_legal and disk.value is not False and not prefix.value:
+        lines.append(
+            f"{disk.path}{disk.place} keeps on disk what prefix_cache keeps, and needs it; "
+            f"delete {prefix.path}: {prefix.shown()}{prefix.place}, or make it true"
         )
     right = {key: value for key, value in given.items() if key not in bad}
     lines += _needless(right, "prune_ratio", "pruning", "topk")

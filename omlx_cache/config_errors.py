@@ -13,6 +13,8 @@ from annotated_types import Ge, Le, MultipleOf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from omlx_cache.config_types import allowed_by
+
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
@@ -73,20 +75,17 @@ def nearest(word: object, candidates: Iterable[str], cutoff: float = 0.6) -> str
     return best[1] if best[0] >= cutoff else None
 
 
-def wrong_line(given: Given, field: FieldInfo, today: Sequence[Any] = ()) -> str:
+def wrong_line(given: Given, field: FieldInfo) -> str:
     """Return the line for a value that its field doesn't accept.
 
     Args:
         given: the value.
         field: its field.
-        today: the values that have landed, where not all have.
     """
     yaml = bool(given.file)
-    allowed = field.json_schema_extra["allowed"]
+    allowed = allowed_by(field)
     if not yaml:
         allowed = re.sub(r"\b(null|true|false)\b", lambda word: _PYTHON[word[0]], allowed)
-    if today:
-        allowed += f" (today only {' or '.join(spell(v, yaml) for v in today)})"
     kind = "" if given.value is None else f" ({type(given.value).__name__})"
     remedy = _remedy(given, field)
     line = f"{given.path} must be {allowed}, got {given.shown()}{kind}{given.place}"
@@ -108,8 +107,8 @@ def _remedy(given: Given, field: FieldInfo) -> str:
             if _legal(candidate, field):
                 word = spell(candidate, yaml)
                 return f"write {word}" + (", without quotes" if word.lower() == text else "")
-        word = nearest(text, [w for w in _literals(field.annotation) if isinstance(w, str)])
-        return f"did you mean {word}?" if word else ""
+        like = nearest(text, [w for w in _literals(field.annotation) if isinstance(w, str)])
+        return f"did you mean {like}?" if like else ""
     if isinstance(value, float) and value.is_integer() and _legal(int(value), field):
         return f"write {int(value)}"
     if type(value) is int and value in (0, 1) and _legal(bool(value), field):
@@ -121,7 +120,8 @@ def _remedy(given: Given, field: FieldInfo) -> str:
 
 
 def _legal(value: Any, field: FieldInfo) -> bool:
-    kind = Annotated[(field.annotation, Field(), *field.metadata)]  # which needs one, at least
+    annotated: Any = Annotated  # of a type that is known only now
+    kind = annotated[(field.annotation, Field(), *field.metadata)]  # which needs one, at least
     try:
         TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError:

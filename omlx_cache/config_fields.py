@@ -1,8 +1,8 @@
 """The keys of the configuration: section, default, what is accepted, and what each one does.
 
 kv_cache:      block_size, max_gpu_blocks, cpu_offload, max_cpu_blocks, recall, recall_blocks,
-               disk_cache, recent_tokens, prefill_chunk, prefix_cache, prefix_cache_blocks
-               later: max_disk_bytes
+               disk_cache, max_disk_bytes, recent_tokens, prefill_chunk, prefix_cache,
+               prefix_cache_blocks
 quantization:  model_bits, cache_bits, tiers, target_saving, keep_layers
 attention:     window_size, sink_tokens, pruning, prune_ratio
 """
@@ -74,8 +74,18 @@ class ConfigFields(BaseModel):
         "kv_cache",
         False,
         "true, false or the path of a directory",
-        "Whether, or in which directory, blocks are kept on disk. Best left off where latency "
-        "matters. Only false has landed.",
+        "Whether, or in which directory, what prefix_cache keeps (which this turns on) is also "
+        "written to disk: there the next process finds it, and so does a call for which memory "
+        "had no room. Written in the background. Several models and processes may share a "
+        "directory. true: a directory of the user's cache. Who can read the files can read what "
+        "was said.",
+    )
+    max_disk_bytes: Positive | None = key(
+        "kv_cache",
+        10_000_000_000,
+        "an integer of at least 1, or null (no bound)",
+        "With disk_cache, the most bytes that the directory may hold, of all models and processes "
+        "that share it with this setting; blocks unused for longest leave first. null: no bound.",
     )
     recent_tokens: int = key(
         "kv_cache",

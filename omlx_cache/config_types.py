@@ -6,6 +6,7 @@ import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 
@@ -51,5 +52,22 @@ def key(section: str, default: Any, allowed: str, description: str, **limits: fl
         description: what it does today, for the reference page.
         **limits: pydantic's constraints (ge, le, gt, lt, multiple_of).
     """
-    extra = {"section": section, "allowed": allowed}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
+    extra: dict[str, Any] = {"section": section, "allowed": allowed}
+    keywords: dict[str, Any] = dict(limits)
+    return Field(default, description=description, json_schema_extra=extra, **keywords)
+
+
+def section_of(field: FieldInfo) -> str:
+    """Return the section that a field was declared with."""
+    return _declared(field)["section"]
+
+
+def allowed_by(field: FieldInfo) -> str:
+    """Return what a field accepts, in words."""
+    return _declared(field)["allowed"]
+
+
+def _declared(field: FieldInfo) -> dict[str, Any]:
+    if not isinstance(field.json_schema_extra, dict):
+        raise TypeError(f"a field of CacheConfig must be declared with key(), got {field!r}")
+    return field.json_schema_extra

@@ -10,7 +10,7 @@ between the previous answer and the next one, and appended:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 ANSWER_MARK = "\u241e\u241eanswer\u241e\u241e"
 
@@ -73,9 +73,32 @@ class Conversation:
         self._answered = True
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._ids)
+
+    @property
     def num_turns(self) -> int:
         """User messages so far."""
         return len(self._starts)
+
+    def to_data(self) -> dict[str, list[int]]:
+        """Return the ids, and where each turn's begin, as plain data for JSON.
+
+        Raises:
+            RuntimeError: the last message has no answer yet.
+        """
+        if not self._answered:
+            raise RuntimeError(
+                "Conversation.to_data: the last message must have its answer, got none yet; wait "
+                "for the turn that is running"
+            )
+        return {"ids": list(self._ids), "starts": list(self._starts)}
+
+    def restore(self, data: Mapping[str, Sequence[int]]) -> None:
+        """Become the chat that `to_data` returned, with this tokenizer and system prompt."""
+        self._ids, self._starts = list(data["ids"]), list(data["starts"])
+        self._answered = True
 
     def rewind(self, turn: int) -> None:
         """Forget a turn and all that follow it, answered or not.
@@ -98,8 +121,8 @@ class Conversation:
         if not self.has_template:
             system = "" if self._system is None else f"{self._system}\n"
             return f"{system}User: {message}\nAssistant:"
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._render([*system, {"role": "user", "content": message}])
+        first = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return self._render([*first, {"role": "user", "content": message}])
 
     def _continuation(self, message: str) -> str:
         if not self.has_template:

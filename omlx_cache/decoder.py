@@ -172,11 +172,11 @@ def _check_cache(cache: Any, state: PatchState) -> None:
 
 
 def _batch_and_columns(kwargs: dict) -> tuple[int, int]:
-    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    if (ids is None) == (embeds is None):
+    names = ("input_ids", "inputs_embeds")
+    given = [kwargs[name] for name in names if kwargs.get(name) is not None]
+    if len(given) != 1:
         raise ValueError("omlx_cache: pass exactly one of input_ids and inputs_embeds")
-    given = ids if embeds is None else embeds
-    return given.shape[0], given.shape[1]
+    return given[0].shape[0], given[0].shape[1]
 
 
 def _slice(value: Any, dim: int, first: int, length: int) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from torch import nn
 class _Identity:
     """Equal to itself while its tensor lives: an id alone could be that of a later tensor."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -31,6 +33,7 @@ def fingerprint(decoder: nn.Module) -> tuple:
     """
     tensors = chain(decoder.parameters(), decoder.buffers())
     weights = tuple((_Identity(t), t.device, t.dtype, _writes(t)) for t in tensors)
+    modules: Iterable[Any] = decoder.modules()  # adapters have attributes of their own
     adapters = tuple(
         (
             tuple(module.active_adapters),
@@ -38,12 +41,17 @@ def fingerprint(decoder: nn.Module) -> tuple:
             tuple(module.merged_adapters),
             tuple(getattr(module, "scaling", {}).items()),
         )
-        for module in decoder.modules()
+        for module in modules
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
     )
-    device = next((device for _, device, *_ in weights), torch.device("cpu")).type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return weights, adapters, autocast
+    return weights, adapters, autocast_dtype(decoder)
+
+
+def autocast_dtype(decoder: nn.Module) -> torch.dtype | None:
+    """Return the dtype that autocast makes a module compute in here and now; None without it."""
+    tensor = next(chain(decoder.parameters(), decoder.buffers()), None)
+    device = "cpu" if tensor is None else tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _writes(tensor: torch.Tensor) -> int:

@@ -6,16 +6,15 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
 
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import CACHE_NAMES, StoppingCriteriaList, cache_name
+from omlx_cache.compat import CACHE_NAMES, PreTrainedModel, StoppingCriteriaList, cache_name
 from omlx_cache.patch_state import state_of
 from omlx_cache.reuse import FreeEndedRows, Settings, begin_with_known
 
 
 def run_generate(
-    model: nn.Module,
+    model: PreTrainedModel,
     inputs: Any,
     generation_config: Any,
     args: tuple,
@@ -72,7 +71,7 @@ def run_generate(
             state.used(cache, snapshot=True)
 
 
-def _positional(model: nn.Module) -> list[str]:
+def _positional(model: PreTrainedModel) -> list[str]:
     """Return the names of the arguments of ``generate`` behind its generation configuration."""
     return list(inspect.signature(type(model).generate).parameters)[3:]
 

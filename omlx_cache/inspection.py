@@ -72,7 +72,7 @@ class ModelSpec:
         sink_distances: how each layer may look at sinks outside of the window.
     """
 
-    decoder: nn.Module
+    decoder: PreTrainedModel
     sites: tuple[AttentionSite, ...]
     windows: tuple[int | None, ...]
     trained_length: int | None
@@ -208,7 +208,7 @@ def _find_sites(decoder: nn.Module, config: PretrainedConfig) -> tuple[Attention
 def _check_attention(module: nn.Module) -> None:
     """Refuse an attention module that asks for more than paged attention gives."""
     name, head_dim = type(module).__name__, head_dim_of(module)
-    if head_dim is None or head_dim > 256:
+    if head_dim > 256:
         raise NotImplementedError(f"head_dim must be at most 256, got {head_dim}")
     value_dim = getattr(module, "v_head_dim", head_dim)
     if value_dim != head_dim:
@@ -239,10 +239,16 @@ def _check_other_modules(decoder: nn.Module, sites: tuple[AttentionSite, ...]) -
             )
 
 
-def head_dim_of(module: nn.Module) -> int | None:
-    """Return the channels of an attention module's head; None where it doesn't say."""
-    names = ("head_dim", "head_size", "attention_head_size")
-    return next((d for name in names if (d := getattr(module, name, None)) is not None), None)
+def head_dim_of(module: nn.Module) -> int:
+    """Return the channels of an attention module's head.
+
+    Raises:
+        NotImplementedError: where it doesn't say.
+    """
+    for name in ("head_dim", "head_size", "attention_head_size"):
+        if (head_dim := getattr(module, name, None)) is not None:
+            return head_dim
+    raise NotImplementedError(f"{type(module).__name__} doesn't say its head_dim")
 
 
 def _layer_windows(config: PretrainedConfig, decoder_masks: set[str]) -> tuple[int | None, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.sequences import StoredBlock
@@ -23,7 +24,7 @@ class KeptBlocks:
         self,
         allocator: BlockAllocator,
         max_kept: int | None,
-        on_drop: Callable[[Hashable], None] = lambda key: None,
+        on_drop: Callable[[Any], None] = lambda key: None,
     ) -> None:
         self._allocator, self._max_kept, self._on_drop = allocator, max_kept, on_drop
         self._blocks: dict[Hashable, StoredBlock] = {}  # least recently used first

@@ -76,6 +76,17 @@ class LayerGroup:
         self.observer: Observer | None = None
 
     @property
+    def running_step(self) -> StepPlan:
+        """The step in progress.
+
+        Raises:
+            RuntimeError: when there is none.
+        """
+        if self.step is None:
+            raise RuntimeError("LayerGroup: a step must be in progress; call begin first")
+        return self.step
+
+    @property
     def rows(self) -> list[Sequence]:
         """The sequences."""
         return self._rows
@@ -112,14 +123,14 @@ class LayerGroup:
         Raises:
             OutOfBlocksError: when they will not; nothing is changed.
         """
-        free = self.arena.num_available
-        if free is None or not steps:
+        free, bound = self.arena.num_available, self.blocks.max_blocks
+        if free is None or bound is None or not steps:
             return
         worst = max(self._needs(steps))
         if self._evictor is not None and self._evictor.can_make_room:
             self._evictor.check_room(worst, steps)
         elif worst > free:
-            raise OutOfBlocksError(worst, free, self.blocks.max_blocks)
+            raise OutOfBlocksError(worst, free, bound)
 
     def check_room(self, count: int, removed: SequenceType[int]) -> None:
         """Make room for ``count`` blocks beside rows that lose their last ``removed`` tokens.
@@ -195,7 +206,7 @@ class LayerGroup:
         )
         if self._evictor is not None and self._evictor.policy.needs_mass:
             self.mass = StepMass()
-        if self.recall.count is not None and any(row.recalled for row in self.step.rows):
+        if self.recall.count is not None and any(row.recalled for row in self.running_step.rows):
             ends = np.cumsum(new_tokens) - 1
             asking = [
                 (row, int(at)) for row, at, n in zip(self.rows, ends, new_tokens, strict=True) if n
@@ -221,23 +232,24 @@ class LayerGroup:
 
     def commit(self) -> None:
         """Finish the step in progress, and give back the memory that it freed."""
-        self.step.commit()
+        step = self.running_step
+        step.commit()
         if self.promise is not None:
-            chosen = {id(row.sequence): row.recalled for row in self.step.rows}
+            chosen = {id(row.sequence): row.recalled for row in step.rows}
             for row, promise in self.promise.of_rows():
                 self.recall.learn(row, chosen[id(row)], promise)
         if self.mass is not None:
-            add_step(self.rows, [row.new_tokens for row in self.step.rows], self._masses())
+            add_step(self.rows, [row.new_tokens for row in step.rows], self._masses(step))
         self._end()
 
-    def _masses(self) -> list[tuple[int, int, float]]:
-        """Return the attention that each block got in the step: row, start of the block, mass."""
-        masses = self.mass.collect()
+    def _masses(self, step: StepPlan) -> list[tuple[int, int, float]]:
+        """Return the attention that each block got in a step: row, start of the block, mass."""
+        masses = None if self.mass is None else self.mass.collect()
         if masses is None:
             return []
         return [
             (row, start, mass)
-            for (row, start), mass in zip(self.step.split_blocks, masses, strict=True)
+            for (row, start), mass in zip(step.split_blocks, masses, strict=True)
             if start is not None
         ]
 
@@ -248,7 +260,7 @@ class LayerGroup:
 
     def rollback(self) -> None:
         """Undo the step in progress."""
-        self.step.rollback()
+        self.running_step.rollback()
         self._end()
 
     def _end(self) -> None:

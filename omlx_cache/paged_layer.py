@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +12,7 @@ from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
 from omlx_cache.compat import CacheLayerMixin
 from omlx_cache.host_attention import attend_in_parts, attend_on_host, new_mass
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.read_back import read_back
 from omlx_cache.rotary import Rotation
 from omlx_kernels import ops
 from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier
@@ -23,8 +26,16 @@ def convert(
         ops.convert_blocks(blocks.tier(old), blocks.tier(new), old, new, old_ids, new_ids)
 
 
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
+
+
 class PagedLayer(CacheLayerMixin):
-    """One layer's share of a `PagedCache`: its pool, and the group that it belongs to."""
+    """One layer's share of a `PagedCache`: its pool, and the group that it belongs to.
+
+    Attributes:
+        owner: the cache, which the layer doesn't keep alive.
+    """
 
     is_croppable = True
     is_compileable = True
@@ -38,6 +49,43 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = self.pool is not None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # taken, not attended to
         self.num_columns = 0
+        self.owner: weakref.ref[PagedCache] | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A copy of all keys, [rows, kv_heads, columns, head_dim]; slow, see `read_back`."""
+        return self._read_back()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A copy of all values, like `keys`."""
+        return self._read_back()[1]
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_tensor(tensor)
+
+    @values.setter
+    def values(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_tensor(tensor)
+
+    @staticmethod
+    def _refuse_tensor(tensor: torch.Tensor | None) -> None:
+        if tensor is not None:  # transformers' own constructor begins with None
+            raise NotImplementedError(
+                "PagedLayer: keys and values can be read but not replaced, they are blocks that "
+                "rows share; change them with the methods of the PagedCache"
+            )
+
+    def _read_back(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        cache = None if self.owner is None else self.owner()
+        if cache is None:
+            raise RuntimeError(
+                "PagedLayer: keys and values can be read while the layer's cache lives, got a "
+                "layer whose cache is gone; hold on to the PagedCache"
+            )
+        with cache.alone():
+            return read_back(self, cache.valid)
 
     @property
     def pool(self) -> LayerPool | None:
@@ -76,16 +124,27 @@ class PagedLayer(CacheLayerMixin):
         self.pending = (key_states, value_states)
         return key_states, value_states
 
+    @property
+    def stored(self) -> LayerPool:
+        """What the layer has stored.
+
+        Raises:
+            RuntimeError: before its first keys.
+        """
+        if self.pool is None:
+            raise RuntimeError("PagedLayer: the layer must have run, got one without keys")
+        return self.pool
+
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.pool is None:
             self.lazy_initialization(key_states, value_states)
-        self.pool.fit(self.group.capacity())
-        step = self.group.step
-        blocks, tables = self.pool.blocks, step.tables(key_states.device)
+        pool, step = self.stored, self.group.running_step
+        pool.fit(self.group.capacity())
+        blocks, tables = pool.blocks, step.tables(key_states.device)
         copy_blocks(blocks.hot, step.copies)
         copy_blocks(blocks.sink, step.page_copies)
         # [batch, heads, columns, dim] -> [batch * columns, heads, dim]
-        dtype = self.pool.format.dtype
+        dtype = pool.format.dtype
         k, v = (
             x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)
         )
@@ -117,8 +176,8 @@ class PagedLayer(CacheLayerMixin):
             [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
         """
         self._store(key, value)
-        group, step = self.group, self.group.step
-        blocks, tables = self.pool.blocks, step.tables(query.device)
+        group, step = self.group, self.group.running_step
+        blocks, tables = self.stored.blocks, step.tables(query.device)
         batch, heads, columns, dim = query.shape
         (q, *operands), sight = self.operands(query)
         scoring = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
@@ -153,15 +212,16 @@ class PagedLayer(CacheLayerMixin):
         Args:
             query: [batch, num_q_heads, columns, head_dim].
         """
-        tables, group = self.group.step.tables(query.device), self.group
-        q = query.to(self.pool.format.dtype).transpose(1, 2).flatten(0, 1)
+        group, pool = self.group, self.stored
+        tables = group.running_step.tables(query.device)
+        q = query.to(pool.format.dtype).transpose(1, 2).flatten(0, 1)
         packed = q if tables.token_index is None else q[tables.token_index]
         sight = {
             "window_size": group.geometry.window_size,
             "keep_sinks": group.keep_sinks,
             "sink_q": self._sink_query(packed, tables.sink_offsets),
         }
-        return (packed, self.pool.blocks, tables.meta), sight
+        return (packed, pool.blocks, tables.meta), sight
 
     def _sink_query(self, q: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor | None:
         """Return the queries as they look at the sinks outside of the window; None: as they are."""

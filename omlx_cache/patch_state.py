@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,10 @@ class PatchState:
             old.close()
 
     def original(self, owner: nn.Module, name: str) -> Callable:
-        """Return the bound method that the patch shadows on ``owner``."""
+        """Return the method that the patch shadows, bound, on ``owner``."""
         before = next(b for module, n, b in self.methods if module is owner and n == name)
-        return before if before is not None else getattr(type(owner), name).__get__(owner)
+        # Not a bound method: torch 2.11 can trace none that is made here.
+        return before if before is not None else partial(getattr(type(owner), name), owner)
 
     def used(self, cache: PagedCache, *, snapshot: bool) -> None:
         """Remember ``cache`` as the last one, without keeping it alive.
@@ -86,6 +88,9 @@ class PatchState:
             snapshot: also note what it holds, for when it will be gone; once a call, not a step.
         """
         self.last_cache = weakref.ref(cache)
+        if self.store is not None and not self.store.has_run:
+            # GPTQ kernels replace a layer's weights by a packed form when it runs first.
+            self.store.fingerprint, self.store.has_run = fingerprint(self.spec.decoder), True
         if snapshot:
             self.last_report = cache.report()
 
@@ -97,7 +102,7 @@ class PatchState:
 
     def __deepcopy__(self, memo: dict) -> PatchState:
         """Copy for a copied model; caches of the original are not the copy's."""
-        copied = memo[id(self)] = PatchState(self.config, None)  # the modules refer back to it
+        copied = memo[id(self)] = PatchState(self.config, self.spec)  # modules refer back to it
         copied.spec = copy.deepcopy(self.spec, memo)
         copied.configs = copy.deepcopy(self.configs, memo)
         copied.hooks = copy.deepcopy(self.hooks, memo)

@@ -15,7 +15,11 @@ from torch import nn
 from omlx_cache.attention import ATTENTION_NAME, PagedAttention, register
 from omlx_cache.cache import PagedCache
 from omlx_cache.cache_report import CacheReport
-from omlx_cache.compat import install_capturing_hooks, remove_capturing_hooks
+from omlx_cache.compat import (
+    PreTrainedModel,
+    install_capturing_hooks,
+    remove_capturing_hooks,
+)
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder, run_traced_decoder
 from omlx_cache.generation import run_generate
@@ -28,6 +32,7 @@ from omlx_cache.patch_state import (
     find_state,
     state_of,
 )
+from omlx_cache.prefix_disk import check_storable
 from omlx_cache.reuse import check_reusable
 from omlx_cache.unwrap import gptq_bits, unwrap
 
@@ -63,6 +68,8 @@ def patch(
     check_model_bits(cache_config, _weight_bits(model, inner))
     if cache_config.prefix_cache:
         check_reusable(inner)
+    if cache_config.disk_cache:
+        check_storable(inner)
     state = find_state(inner)
     if state is not None:
         PagedCache.for_patch(PatchState(cache_config, state.spec))  # or say why it can't be
@@ -118,7 +125,7 @@ def patched(
 
     A model that was patched before gets its former configuration back.
     """
-    before = find_state(model)
+    before = find_state(unwrap(model))
     former = before.config if before is not None else None
     patch(model, config, **overrides)
     try:
@@ -155,7 +162,31 @@ def report(model_or_cache: Any) -> CacheReport:
     return state.last_report
 
 
-def _weight_bits(model: Any, inner: nn.Module) -> int | None:
+def flush(model: Any) -> bool:
+    """Wait until what a model with ``disk_cache`` keeps is on the disk.
+
+    What a call has left is written in the background, and before the process ends; after this, not
+    even ``kill -9`` loses it.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        Whether it is: False when the disk is full or can't be written to, which was logged.
+
+    Raises:
+        ValueError: when the model is not patched, or without ``disk_cache``.
+    """
+    state = state_of(model)
+    if not state.config.disk_cache:
+        raise ValueError(
+            "omlx_cache.flush: the model must be patched with disk_cache, got False; call "
+            "omlx_cache.patch(model, disk_cache=True)"
+        )
+    return state.store is None or state.store.flush()
+
+
+def _weight_bits(model: Any, inner: PreTrainedModel) -> int | None:
     """Return the bits of a weight: of its codes, or of its dtype where it has none."""
     if getattr(inner.config, "quantization_config", None) is not None:
         return gptq_bits(model)
@@ -187,7 +218,8 @@ def _replace_method(state: PatchState, module: nn.Module, name: str, function: C
 def _decoder_forward(self: nn.Module, *args, **kwargs):
     """Stand in for the decoder's forward."""
     run = run_traced_decoder if torch.compiler.is_compiling() else run_decoder
-    return run(attached_state(self), args, kwargs)
+    state: Any = attached_state(self)  # never None where this stands in
+    return run(state, args, kwargs)
 
 
 def _create_masks_for_generate(
@@ -200,11 +232,12 @@ def _create_masks_for_generate(
 ) -> torch.Tensor | None:
     """Stand in for what makes 4-D masks of the 2-D one: the cache reads the 2-D one.
 
-    A token's own column is enough once generation goes on, and has one shape at every length.
+    A token's own column is enough once generation goes on, and has one shape at every length; a
+    copy of it has one stride too, for which a compiled step would be compiled again otherwise.
     """
     if attention_mask is None or is_first_iteration or inputs_embeds.shape[1] != 1:
         return attention_mask
-    return attention_mask[:, -1:]
+    return attention_mask[:, -1:].clone(memory_format=torch.contiguous_format)
 
 
 def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwargs):

@@ -172,11 +172,13 @@ class StepPlan:
         if not self.geometry.sink_tokens or not row.new_tokens:
             return
         writes_sinks = row.sequence.length < self.geometry.sink_tokens
-        if row.sink_page is None:
+        old = row.sink_page
+        if old is None:
             (row.sink_page,) = self._pages.allocate(Tier.SINK, 1)
-        elif writes_sinks and self._pages.refs(Tier.SINK, row.sink_page) > 1:
-            (row.sink_page,) = self._pages.allocate(Tier.SINK, 1)
-            self.page_copies.append((row.old_sink_page, row.sink_page))
+        elif writes_sinks and self._pages.refs(Tier.SINK, old) > 1:
+            (new,) = self._pages.allocate(Tier.SINK, 1)
+            self.page_copies.append((old, new))
+            row.sink_page = new
 
     def _age(
         self,
@@ -276,7 +278,7 @@ class StepPlan:
         for row in self.rows:
             for block in row.taken:
                 self._blocks.release(block.tier, block.index)
-            if row.sink_page != row.old_sink_page:
+            if row.sink_page is not None and row.sink_page != row.old_sink_page:
                 self._pages.release(Tier.SINK, row.sink_page)
 
     @property
@@ -327,14 +329,14 @@ class StepPlan:
         pairs = {(old.tier, new.tier) for old, new in conversions.items()}
         for pair in pairs:
             moves = [m for m in conversions.items() if (m[0].tier, m[1].tier) == pair]
-            arrays[pair, "from"] = np.array([old.index for old, _ in moves], np.int32)
-            arrays[pair, "to"] = np.array([new.index for _, new in moves], np.int32)
+            arrays[f"{pair} from"] = np.array([old.index for old, _ in moves], np.int32)
+            arrays[f"{pair} to"] = np.array([new.index for _, new in moves], np.int32)
         ints = send(arrays, device)
         meta = AttentionMetadata(
             **{name: ints[name] for name in names},
             max_query_len=max((row.new_tokens for row in self.rows), default=0),
         )
-        return meta, [(*pair, ints[pair, "from"], ints[pair, "to"]) for pair in sorted(pairs)]
+        return meta, [(*p, ints[f"{p} from"], ints[f"{p} to"]) for p in sorted(pairs)]
 
     def host_tables(self) -> HostTables | None:
         """Return what the step does to blocks in CPU memory; None: nothing."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,11 +22,18 @@ from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.config import CacheConfig
 from omlx_cache.kept_blocks import KeptBlocks
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.policy.choice import ages
+from omlx_cache.prefix_disk import PrefixDisk, kept_block
+from omlx_cache.prefix_loading import PrefixLoader
 from omlx_cache.prefix_tree import PrefixNode, PrefixTree
 from omlx_cache.sequences import Sequence as Row
 from omlx_cache.sequences import StoredBlock
 from omlx_cache.step_lock import StepLock
 from omlx_kernels.layout import Tier
+
+if TYPE_CHECKING:
+    from omlx_cache.cache import PagedCache
+    from omlx_cache.inspection import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -42,16 +50,22 @@ class PrefixStore:
     Args:
         config: of every cache that draws from here.
         fingerprint: what the blocks were computed with; see `omlx_cache.fingerprint`.
+
+    Attributes:
+        has_run: whether the model has run since; what it changed of itself then is no change.
+        disk: where they are found again when they have left memory; None: nowhere.
     """
 
     def __init__(self, config: CacheConfig, fingerprint: tuple) -> None:
         self.config, self.fingerprint = config, fingerprint
+        self.has_run = False
         self.meter = MemoryMeter()
         self.lock = StepLock(self._take_back)
         self.tree = PrefixTree(config.block_size, config.sink_tokens)
         self._arenas: dict[Hashable, BlockArena] = {}
         self._abandoned: deque[Sequence[LayerGroup]] = deque()
         self._is_closed = False
+        self.disk: PrefixDisk | None = None
 
     @property
     def arenas(self) -> list[BlockArena]:
@@ -68,6 +82,21 @@ class PrefixStore:
             arena.blocks.reclaim = arena.kept_blocks.reclaim
         return self._arenas[key]
 
+    @property
+    def num_read(self) -> int:
+        """Blocks that were read from the disk so far."""
+        return 0 if self.disk is None else self.disk.num_read
+
+    def open_disk(self, cache: PagedCache, spec: ModelSpec) -> None:
+        """Find blocks in the directory of ``disk_cache`` from now on, and write them there.
+
+        Args:
+            cache: any that draws from here.
+            spec: of its model.
+        """
+        if self.disk is None and not self._is_closed:
+            self.disk = PrefixDisk.open(cache, spec, self.meter)
+
     def begin(
         self, groups: Sequence[LayerGroup], ids: np.ndarray, valid: np.ndarray
     ) -> tuple[int, np.ndarray]:
@@ -82,16 +111,19 @@ class PrefixStore:
             How many columns needn't be computed: those that every row has, and never the last
             token of a row. [rows] tokens that each row has, which may be more.
         """
-        texts = [row[real] for row, real in zip(ids, valid, strict=True)]
-        known = [self.find(text[:-1], groups) for text in texts]
+        texts = [row[real][:-1] for row, real in zip(ids, valid, strict=True)]
+        if self.disk is not None and not self._is_closed:
+            PrefixLoader(self.tree, self.disk, groups, self._is_hot, self._prune).load(texts)
+        known = [self.find(text, groups) for text in texts]
         lengths = np.array([prefix.length for prefix in known])
         missing = valid & (valid.cumsum(1) > lengths[:, None])
         first = np.where(missing.any(1), missing.argmax(1), valid.shape[1] - 1)
         columns = int(first.min())
-        if not columns:
-            return 0, np.zeros_like(lengths)
-        self.take(known, groups)
-        return columns, lengths
+        if columns:
+            self.take(known, groups)
+        for group in groups:
+            group.arena.known_blocks.trim()  # of what was loaded, the rows hold what they need
+        return (columns, lengths) if columns else (0, np.zeros_like(lengths))
 
     def find(self, ids: np.ndarray, groups: Sequence[LayerGroup]) -> Prefix:
         """Find the longest beginning of a text whose blocks are all there.
@@ -112,7 +144,8 @@ class PrefixStore:
     def take(self, prefixes: Sequence[Prefix], groups: Sequence[LayerGroup]) -> None:
         """Make rows of the groups that begin with ``prefixes``, as holders of their blocks."""
         for group in groups:
-            rows = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
+            found = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
+            rows = [row for row in found if row is not None]
             group.arena.share(rows)
             group.rows = rows
             for prefix, row in zip(prefixes, rows, strict=True):
@@ -123,7 +156,7 @@ class PrefixStore:
         """Make the blocks of some nodes the most recently used, the first of a text last."""
         for node in reversed(nodes):
             if node.start in starts:
-                group.arena.kept_blocks.touch(node)
+                group.arena.known_blocks.touch(node)
 
     def _row(self, group: LayerGroup, nodes: Sequence[PrefixNode], length: int) -> Row | None:
         """Return the row that would continue behind ``length`` tokens; None: a block has left."""
@@ -131,11 +164,12 @@ class PrefixStore:
         row = Row(length)
         for node in nodes:
             if self._is_sinks(node):
-                block = group.arena.kept_pages.get(node)
+                block = group.arena.known_pages.get(node)
                 row.sink_page = None if block is None else block.index
             elif not group.geometry.is_released(StoredBlock(node.start, Tier.HOT, 0), length):
-                block = group.arena.kept_blocks.get(node)
-                row.blocks.append(block)
+                block = group.arena.known_blocks.get(node)
+                if block is not None:
+                    row.blocks.append(block)
             else:
                 continue
             if block is None:
@@ -158,7 +192,7 @@ class PrefixStore:
             known = min(len(ids), groups[0].rows[i].length)
             self._keep_row(groups, i, ids[:known], partial)
         for group in groups:
-            group.arena.kept_blocks.trim()
+            group.arena.known_blocks.trim()
             group.arena.settle()
 
     def _keep_row(
@@ -175,27 +209,55 @@ class PrefixStore:
                     break
             node = self.tree.add(node, chunk)
             path.append(node)
-            for group, blocks in zip(groups, stored, strict=True):
-                if at_sinks:
-                    page = StoredBlock(0, Tier.SINK, group.rows[i].sink_page)
-                    group.arena.kept_pages.keep(node, page)
+            for number, (group, blocks) in enumerate(zip(groups, stored, strict=True)):
+                page = group.rows[i].sink_page
+                if at_sinks and page is not None:
+                    group.arena.known_pages.keep(node, StoredBlock(0, Tier.SINK, page))
                 elif node.start in blocks:
-                    group.arena.kept_blocks.keep(node, blocks[node.start])
+                    group.arena.known_blocks.keep(node, blocks[node.start])
+                if self.disk is not None:
+                    may_age = not partial and ages(group.policy)
+                    self.disk.offer(node, number, group.arena, may_age=may_age)
             if not at_sinks and self._is_whole(node):
                 for shorter in self.tree.continued(node):
                     self._forget(shorter)
+                    if self.disk is not None:
+                        self.disk.supersede(shorter, node)
         for group, blocks in zip(groups, stored, strict=True):
             self._touch(group, path, blocks)
+        if self.disk is not None and partial:
+            self.disk.end_call(path, len(groups))
         if path:
             self._prune(path[-1])
 
-    def close(self) -> None:
-        """Let go of everything, for good; caches that are in use keep what they use."""
+    def flush(self) -> bool:
+        """Write everything that is kept to the disk; return whether it is there.
+
+        Without a disk it is not.
+        """
         with self.lock:
+            return self.disk is not None and self.disk.flush(self._kept())
+
+    def _kept(self) -> list[tuple[PrefixNode, int, BlockArena]]:
+        return [
+            (node, number, arena)
+            for node in self.tree
+            for number, arena in enumerate(self.arenas)
+            if kept_block(arena, node) is not None
+        ]
+
+    def close(self) -> None:
+        """Let go of everything, for good; caches that are in use keep what they use.
+
+        What the disk lacks is written first.
+        """
+        with self.lock:
+            if self.disk is not None:
+                self.disk.flush(self._kept())
             self._is_closed = True
             for arena in self.arenas:
-                arena.kept_blocks.reset()
-                arena.kept_pages.reset()
+                arena.known_blocks.reset()
+                arena.known_pages.reset()
                 arena.settle()
             self.tree = PrefixTree(self.config.block_size, self.config.sink_tokens)
 
@@ -222,24 +284,24 @@ class PrefixStore:
 
     def _is_hot(self, node: PrefixNode) -> bool:
         """Whether every arena has the block of a node in the model's dtype: it can be cut."""
-        blocks = [arena.kept_blocks.get(node) for arena in self.arenas]
+        blocks = [arena.known_blocks.get(node) for arena in self.arenas]
         return all(block is not None and block.tier is Tier.HOT for block in blocks)
 
     def _is_whole(self, node: PrefixNode) -> bool:
-        return all(arena.kept_blocks.get(node) for arena in self.arenas)
+        return all(arena.known_blocks.get(node) for arena in self.arenas)
 
     def _forget(self, node: PrefixNode) -> None:
         for arena in self.arenas:
-            arena.kept_blocks.drop(node)
+            arena.known_blocks.drop(node)
         self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
         """Forget a node without blocks and children, and its parents likewise."""
         while node.parent is not None and not node.children:
-            if any(arena.kept_blocks.get(node) for arena in self.arenas):
+            if any(arena.known_blocks.get(node) for arena in self.arenas):
                 return
             for arena in self.arenas:
-                arena.kept_pages.drop(node)
+                arena.known_pages.drop(node)
             if node not in self.tree:
                 return
             self.tree.remove(node)

@@ -11,9 +11,17 @@ only if every token is: what follows another text is never found. For ``S = sink
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
 
 import numpy as np
+
+ROOT_DIGEST = sha256(b"omlx_cache text 1").digest()
+
+
+def next_digest(digest: bytes, tokens: np.ndarray) -> bytes:
+    """Return the digest of the block with ``tokens``, [*] int64, behind the one with ``digest``."""
+    return sha256(digest + tokens.tobytes()).digest()
 
 
 class PrefixNode:
@@ -24,13 +32,15 @@ class PrefixNode:
         start: position of its first token.
         tokens: its ids, [1 .. block_size] int64.
         children: the blocks that may follow, by the bytes of their tokens.
+        digest: a hash of all tokens up to its last, block by block: what names it on disk.
     """
 
-    __slots__ = ("children", "parent", "start", "tokens")
+    __slots__ = ("children", "digest", "parent", "start", "tokens")
 
     def __init__(self, parent: PrefixNode | None, start: int, tokens: np.ndarray) -> None:
         self.parent, self.start, self.tokens = parent, start, tokens
         self.children: dict[bytes, PrefixNode] = {}
+        self.digest = ROOT_DIGEST if parent is None else next_digest(parent.digest, tokens)
 
     @property
     def end(self) -> int:
@@ -66,6 +76,16 @@ class PrefixTree:
             yield ids[:first]
         for start in range(first, len(ids), size):
             yield ids[start : start + size]
+
+    def path(self, chunks: Iterable[np.ndarray]) -> list[PrefixNode]:
+        """Return the nodes of a text's chunks, as far as there are any."""
+        found = [self.root]
+        for tokens in chunks:
+            child = found[-1].children.get(tokens.tobytes())
+            if child is None:
+                break
+            found.append(child)
+        return found[1:]
 
     def match(
         self, ids: np.ndarray, can_cut: Callable[[PrefixNode], bool]
@@ -109,9 +129,10 @@ class PrefixTree:
 
     def continued(self, node: PrefixNode) -> list[PrefixNode]:
         """Return the partial blocks beside ``node`` whose tokens it begins with."""
+        beside = {} if node.parent is None else node.parent.children
         return [
             other
-            for other in node.parent.children.values()
+            for other in beside.values()
             if other is not node
             and len(other.tokens) < len(node.tokens)
             and _shared(other.tokens, node.tokens) == len(other.tokens)
@@ -127,9 +148,13 @@ class PrefixTree:
 
     def remove(self, node: PrefixNode) -> None:
         """Forget a node that has no children."""
+        if node.parent is None:
+            raise ValueError("PrefixTree.remove: node must not be the root")
         del node.parent.children[node.tokens.tobytes()]
 
     def __contains__(self, node: PrefixNode) -> bool:
+        if node.parent is None:
+            return node is self.root
         return node.parent.children.get(node.tokens.tobytes()) is node
 
     def __iter__(self) -> Iterator[PrefixNode]:

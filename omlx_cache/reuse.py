@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from omlx_cache.cache import PagedCache
-from omlx_cache.compat import CACHE_NAMES, GenerationConfig, StoppingCriteria
+from omlx_cache.compat import CACHE_NAMES, GenerationConfig, PreTrainedModel, StoppingCriteria
 from omlx_cache.rotary import follows_length
 
 _OTHER_WAYS = (
@@ -30,11 +29,12 @@ _OTHER_WAYS = (
     "custom_generate",
     "constraints",
     "force_words_ids",
+    "prefill_chunk_size",  # transformers 5.17 reads all chunks again behind what is cached
 )
 """Settings with which ``generate`` goes over the prompt in another way."""
 
 
-def check_reusable(model: nn.Module) -> None:
+def check_reusable(model: PreTrainedModel) -> None:
     """Check that the blocks of a model's texts depend on nothing but the ids.
 
     Raises:
@@ -61,7 +61,7 @@ class Settings:
         kwargs: the keyword arguments.
     """
 
-    def __init__(self, model: nn.Module, config: Any, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, config: Any, kwargs: Mapping[str, Any]) -> None:
         self._places = [c for c in (config, model.generation_config) if c is not None]
         self._kwargs = kwargs
         self._known = set(inspect.signature(type(model).generate).parameters)

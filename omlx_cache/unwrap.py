@@ -142,7 +142,10 @@ def _refuse_cache_filling_adapters(wrapper: Any) -> None:
 
 def _stated_bits(config: Any) -> int | None:
     """Read the weight bits from a quantization config: an object, or the dict of a config.json."""
-    get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
+
+    def get(key: str) -> Any:
+        return config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+
     if get("load_in_4bit"):
         return 4
     if get("load_in_8bit"):

@@ -15,6 +15,11 @@ def _shape(t: torch.Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
 
 
+def _head_dim(blocks: TierBlocks) -> int:
+    """Return the channels of a head; codes of 4 bits lie two to a byte, scales do not."""
+    return (blocks.k if blocks.k_scale is None else blocks.k_scale).shape[3]
+
+
 def check_append(
     k: torch.Tensor, v: torch.Tensor, dst: TierBlocks, slot_mapping: torch.Tensor
 ) -> None:
@@ -35,6 +40,9 @@ def check_append(
         raise ValueError(
             describe("append_kv", "slot_mapping", expected, got, "call .to(torch.int64)")
         )
+    if slot_mapping.device != dst.k.device:
+        expected = f"on {dst.k.device} like the blocks"
+        raise ValueError(describe("append_kv", "slot_mapping", expected, str(slot_mapping.device)))
 
 
 def check_convert(
@@ -56,13 +64,17 @@ def check_convert(
         if set(blocks.tensors()) != parts:
             expected = f"{tier.name} blocks with the parts {', '.join(sorted(parts))}"
             raise ValueError(describe(op, name, expected, ", ".join(blocks.tensors())))
-    if src.k.shape[1:3] != dst.k.shape[1:3] or src.k.device != dst.k.device:
+    same = src.k.shape[1:3] == dst.k.shape[1:3] and _head_dim(src) == _head_dim(dst)
+    if not same or src.k.device != dst.k.device:
         expected = f"blocks of the same layer as src, {_shape(src.k)}"
         raise ValueError(describe(op, "dst", expected, _shape(dst.k)))
     for name, ids in (("src_ids", src_ids), ("dst_ids", dst_ids)):
         if ids.dtype != torch.int32 or ids.dim() != 1 or ids.shape != src_ids.shape:
             expected = f"int32 [num_blocks={src_ids.numel()}]"
             raise ValueError(describe(op, name, expected, _shape(ids), "call .to(torch.int32)"))
+        if ids.device != src.k.device:
+            expected = f"on {src.k.device} like the blocks"
+            raise ValueError(describe(op, name, expected, str(ids.device)))
 
 
 def check_copy(blocks: TierBlocks, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:

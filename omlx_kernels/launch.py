@@ -142,7 +142,7 @@ def blocks_per_split(row_blocks: Sequence[int], programs_per_split: int, num_sms
     Args:
         row_blocks: listed blocks of each sequence and tier; zeros are fine.
         programs_per_split: programs that read one split: kv heads, times the tiles of query heads
-            where more than 64 share a kv head.
+            where a tile does not hold all that share a kv head (`decode_config`).
         num_sms: multiprocessors of the device; two programs run on each.
 
     Returns:

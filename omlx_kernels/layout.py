@@ -60,6 +60,17 @@ class Tier(IntEnum):
         """Bits of a key's and a value's code; None where the model's dtype is stored."""
         return {Tier.K8V8: (8, 8), Tier.K8V4: (8, 4), Tier.K4V4: (4, 4)}.get(self)
 
+    @property
+    def code_bits(self) -> tuple[int, int]:
+        """The same of a quantized tier.
+
+        Raises:
+            ValueError: for a tier that stores the model's dtype.
+        """
+        if self.bits is None:
+            raise ValueError(f"Tier.code_bits: the tier must be quantized, got {self.name}")
+        return self.bits
+
 
 BLOCK_TIERS: tuple[Tier, ...] = (Tier.HOT, Tier.K8V8, Tier.K8V4, Tier.K4V4)
 """The tiers that are made of blocks, from hot to cold: the order within a table row."""
@@ -163,9 +174,9 @@ class BlockFormat:
             size = self.sink_tokens
         if tier in (Tier.SINK, Tier.HOT):
             return {"k": ((heads, size, dim), self.dtype), "v": ((heads, size, dim), self.dtype)}
-        k_bits, v_bits = tier.bits
-        group = (heads, size // QUANT_GROUP, dim)
-        parts = {
+        k_bits, v_bits = tier.code_bits
+        group: tuple[int, ...] = (heads, size // QUANT_GROUP, dim)
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "k": ((heads, size, dim * k_bits // 8), torch.uint8),
             "k_scale": (group, torch.float16),
             "k_zero": (group, torch.float16),

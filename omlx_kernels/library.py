@@ -104,7 +104,7 @@ def paged_attention(
     return ops.paged_attention(
         q,
         _layer(blocks),
-        AttentionMetadata(*tables, max_query_len=max_query_len),
+        AttentionMetadata(**dict(zip(_TABLES, tables, strict=True)), max_query_len=max_query_len),
         sm_scale=sm_scale,
         window_size=window_size,
         keep_sinks=keep_sinks,

@@ -140,12 +140,13 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 def quantize_into(dst: TierBlocks, tier: Tier, ids, k: torch.Tensor, v: torch.Tensor) -> None:
     """Quantize whole blocks [blocks, kv_heads, size, dim] into the blocks ``ids`` of a tier."""
-    k_bits, v_bits = tier.bits
-    dst.k[ids], dst.k_scale[ids], dst.k_zero[ids] = quantize_k(k, k_bits)
+    k_bits, v_bits = tier.code_bits
+    part = dst.tensors()
+    part["k"][ids], part["k_scale"][ids], part["k_zero"][ids] = quantize_k(k, k_bits)
     if v_bits == 8:
-        dst.v[ids], dst.v_scale[ids] = quantize_v8(v)
+        part["v"][ids], part["v_scale"][ids] = quantize_v8(v)
     else:
-        dst.v[ids], dst.v_scale[ids], dst.v_zero[ids] = quantize_v4(v)
+        part["v"][ids], part["v_scale"][ids], part["v_zero"][ids] = quantize_v4(v)
 
 
 def read_blocks(
@@ -159,10 +160,11 @@ def read_blocks(
     if tier.bits is None:
         return src.k[ids].to(dtype), src.v[ids].to(dtype)
     k_bits, v_bits = tier.bits
-    k = dequantize_k(src.k[ids], src.k_scale[ids], src.k_zero[ids], k_bits, dtype)
+    part = {name: tensor[ids] for name, tensor in src.tensors().items()}
+    k = dequantize_k(part["k"], part["k_scale"], part["k_zero"], k_bits, dtype)
     if v_bits == 8:
-        return k, dequantize_v8(src.v[ids], src.v_scale[ids], dtype)
-    return k, dequantize_v4(src.v[ids], src.v_scale[ids], src.v_zero[ids], dtype)
+        return k, dequantize_v8(part["v"], part["v_scale"], dtype)
+    return k, dequantize_v4(part["v"], part["v_scale"], part["v_zero"], dtype)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

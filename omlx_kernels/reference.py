@@ -44,10 +44,10 @@ def convert_blocks(
     for i, j in zip(src_ids.tolist(), dst_ids.tolist(), strict=True):
         k, v = read_blocks(src, src_tier, [i], torch.float64)
         quantize_into(dst, dst_tier, [j], k, v)
-        if src_tier.bits and src_tier.bits[0] == dst_tier.bits[0]:
+        if src_tier.bits and src_tier.bits[0] == dst_tier.code_bits[0]:
             for part in ("k", "k_scale", "k_zero"):  # same format: copied, not rounded again
                 getattr(dst, part)[j] = getattr(src, part)[i]
-        if src_tier.bits and src_tier.bits[1] == dst_tier.bits[1]:
+        if src_tier.bits and src_tier.bits[1] == dst_tier.code_bits[1]:
             for part in ("v", "v_scale", "v_zero"):
                 if getattr(dst, part) is not None:
                     getattr(dst, part)[j] = getattr(src, part)[i]

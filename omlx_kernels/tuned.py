@@ -47,7 +47,7 @@ def lookup(op: str, device: torch.device, *key: int | str) -> TileConfig | None:
     if tuned is None:
         return None
     if op == "extend":
-        key = (*key[:-1], row_bucket(key[-1]))
+        key = (*key[:-1], row_bucket(int(key[-1])))
     return tuned.tiles.get((op, *key))
 
 

@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from omlx_kernels.errors import describe
 from omlx_kernels.launch import Target, TileConfig
@@ -33,7 +34,7 @@ KEYS = {
     "extend": ("block_d", "dtype", "rows"),
 }
 """What a tile of each op depends on: the arguments of its default in `omlx_kernels.launch`."""
-FIXED = {
+FIXED: dict[str, dict[str, Any]] = {
     "append": {"block_n": 0, "num_stages": 1, "max_registers": None},
     "convert": {"block_m": 0, "block_n": 64, "num_stages": 1, "max_registers": None},
     "decode": {},
@@ -52,13 +53,16 @@ def _one_of(*values: object) -> Allowed:
 
 
 def _whole(low: int, high: int) -> Allowed:
-    return lambda x: type(x) is int and low <= x <= high, f"a whole number from {low} to {high}"
+    def is_allowed(x: object) -> bool:
+        return isinstance(x, int) and type(x) is int and low <= x <= high
+
+    return is_allowed, f"a whole number from {low} to {high}"
 
 
 _POWERS = [2**i for i in range(12)]
 _TEXT: Allowed = (lambda x: isinstance(x, str) and bool(x), "text")
 _MILLISECONDS: Allowed = (
-    lambda x: type(x) in (int, float) and 0 < x < float("inf"),
+    lambda x: isinstance(x, int | float) and type(x) is not bool and 0 < x < float("inf"),
     "a positive number of milliseconds",
 )
 _KEY: dict[str, Allowed] = {
@@ -109,7 +113,7 @@ def config_fields(op: str) -> list[str]:
     return [f.name for f in fields(TileConfig) if f.name not in FIXED[op]]
 
 
-def tile_of(op: str, config: dict[str, int | None]) -> TileConfig:
+def tile_of(op: str, config: dict[str, Any]) -> TileConfig:
     """Return the tile with these fields, and the op's fixed values for the others."""
     return TileConfig(**FIXED[op] | config)
 

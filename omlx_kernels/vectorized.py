@@ -45,7 +45,7 @@ def convert_blocks(
     sources, targets = src_ids.long(), dst_ids.long()
     k, v = read_blocks(src, src_tier, sources, torch.float32)
     quantize_into(dst, dst_tier, targets, k, v)
-    for letter, old, new in zip("kv", src_tier.bits or (0, 0), dst_tier.bits, strict=True):
+    for letter, old, new in zip("kv", src_tier.bits or (0, 0), dst_tier.code_bits, strict=True):
         for name, tensor in dst.tensors().items() if old == new else ():
             if name[0] == letter:
                 tensor[targets] = getattr(src, name)[sources]
@@ -64,7 +64,8 @@ def _gather(
     """Return keys and values of the listed blocks, [kv_heads, len(ids) * tokens, head_dim]."""
     wide = torch.float32 if tier.bits else dtype
     stored = read_blocks(blocks.tier(tier), tier, ids, wide)
-    return tuple(x.to(dtype).transpose(0, 1).flatten(1, 2) for x in stored)
+    k, v = (x.to(dtype).transpose(0, 1).flatten(1, 2) for x in stored)
+    return k, v
 
 
 def _read_sequence(

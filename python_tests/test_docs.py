@@ -1,7 +1,8 @@
-"""Documents that are rendered from results name what the tests have now."""
+"""Documents that are rendered say what the code and the tests have now."""
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
+BENCH = Path(__file__).parents[1] / "bench"
 RENDER = runpy.run_path(str(DOCS / "render_modes.py"))
+CONFIGURATION = runpy.run_path(str(DOCS / "render_configuration.py"))
 
 
 @pytest.fixture
@@ -55,3 +58,33 @@ def test_results_become_a_table(tmp_path):
     assert rendered.splitlines() == ["| | llama | gemma2 |", "|---|---|---|", "| beams | 16 w |  |"]
     begin, end = RENDER["BEGIN"], RENDER["END"]
     assert RENDER["put"]("new", f"a {begin}\nold\n{end} b") == f"a {begin}\nnew\n{end} b"
+
+
+def test_the_configuration_reference_is_up_to_date():
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert text == CONFIGURATION["render"](), "run python docs/render_configuration.py"
+
+
+def test_the_tables_of_the_kernel_notes_are_up_to_date():
+    pytest.importorskip("triton", reason="no triton for this platform")
+    kernels = runpy.run_path(str(DOCS / "render_kernels.py"))
+    text = (DOCS / "kernels.md").read_text(encoding="utf-8")
+    assert text == kernels["render"](), "run python docs/render_kernels.py"
+
+
+def test_the_tables_of_the_tuning_guide_are_up_to_date():
+    tuning = runpy.run_path(str(DOCS / "render_tuning.py"))
+    text = (DOCS / "tuning.md").read_text(encoding="utf-8")
+    assert text == tuning["render"](), "run python docs/render_tuning.py"
+
+
+def test_the_counted_bytes_are_those_of_the_code():
+    results = json.loads((BENCH / "results" / "settings_bytes.json").read_text(encoding="utf-8"))
+    settings = runpy.run_path(str(BENCH / "settings.py"))
+    for name in ("cache_bits=4", "prefill_chunk=128"):
+        report = settings["bytes_of"](settings["llama"](), 2048, **settings["parse"](name))
+        found = {"bytes": report.total_bytes, "peak": report.peak_bytes}
+        assert results[name]["2048"] | found == results[name]["2048"], (
+            "run python bench/settings.py --json bench/results/settings_bytes.json, then "
+            "python docs/render_tuning.py"
+        )

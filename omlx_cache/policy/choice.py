@@ -37,13 +37,18 @@ def policy_of(
     Raises:
         ValueError: for a ``target_saving`` that the format can't reach.
     """
+    policy: Policy
     if config.target_saving is not None:
         policy = SavingPolicy.for_format(
             config.target_saving, config.recent_tokens, geometry, block_format
         )
     else:
         policy = TierPolicy.from_config(config)
-    is_plain = isinstance(policy, TierPolicy) and not policy.ranges
-    if is_kept and not is_plain:
+    if is_kept and ages(policy):
         return TierPolicy(config.recent_tokens, ((Tier.K8V8, None),))
     return policy
+
+
+def ages(policy: Policy) -> bool:
+    """Whether a block ever leaves the model's dtype."""
+    return not (isinstance(policy, TierPolicy) and not policy.ranges)

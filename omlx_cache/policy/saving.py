@@ -53,9 +53,8 @@ class SavingPolicy:
         Raises:
             ValueError: when not even 4 bits save that much.
         """
-        sizes = tuple(
-            block_format.bytes_per_block(t) for t in (Tier.HOT, Tier.K8V8, Tier.K8V4, Tier.K4V4)
-        )
+        size_of = block_format.bytes_per_block
+        sizes = size_of(Tier.HOT), size_of(Tier.K8V8), size_of(Tier.K8V4), size_of(Tier.K4V4)
         most = 1 - sizes[-1] / sizes[0]
         if target >= most:
             raise ValueError(

@@ -47,7 +47,7 @@ class TierPolicy:
     @property
     def rotates_values(self) -> bool:
         """Whether some tier has 4-bit values, so that all values are stored rotated."""
-        return any(tier.bits[1] == 4 for tier, _ in self.ranges)
+        return any(tier.code_bits[1] == 4 for tier, _ in self.ranges)
 
     def tier_of(self, end: int, length: int) -> Tier:
         """Return the tier of a full block.

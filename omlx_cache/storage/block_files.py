@@ -22,10 +22,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from omlx_cache.storage.atomic import allocate, sync_directory
 from omlx_cache.storage.codec import EncodedTensor, RawTensor, encode
@@ -33,6 +34,8 @@ from omlx_cache.storage.locks import is_abandoned, is_at, locked, try_lock
 from omlx_cache.storage.sealed import SealedError, SealedReader, SealedWriter, sealed_size
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 KIND = "omlx_cache block 1"
 _BLOCK, _TEMPORARY, _DAMAGED = ".safetensors", ".tmp", ".damaged"
@@ -136,22 +139,41 @@ class BlockFiles:
 
     def get(self, key: bytes) -> FoundBlock | None:
         """Return the block that was put under ``key``; None when it is not there, or not whole."""
+        return self._open(key, self._read_whole)
+
+    def peek(self, key: bytes) -> dict[str, str] | None:
+        """Return the metadata of the block under ``key``; None when `get` would find none.
+
+        The block's content isn't read, so it may turn out to be damaged.
+        """
+        return self._open(key, lambda sealed, file: _own_metadata(sealed))
+
+    def touch(self, key: bytes) -> None:
+        """Make a block, if it is there, the one that was used last."""
+        with suppress(OSError):  # on a read-only disk the order of use can't be kept
+            os.utime(self._path(key), ns=self._next_stamp())
+
+    def _open(self, key: bytes, read: Callable[[SealedReader, BinaryIO], T]) -> T | None:
         path = self._path(key)
         try:
             with open(path, "rb") as file:
                 try:
-                    found = self._read(SealedReader(file, KIND), key)
+                    sealed = SealedReader(file, KIND)
+                    self._check(sealed, key)
+                    return read(sealed, file)
                 except SealedError as error:
                     self._set_aside(path, file.fileno(), error)
-                    return None
-                with suppress(OSError):  # on a read-only disk the order of use can't be kept
-                    os.utime(file.fileno(), ns=self._next_stamp())
         except FileNotFoundError:
-            return None
+            pass
         except OSError as error:
             self._warn("read", error)
-            return None
-        return found
+        return None
+
+    def _read_whole(self, sealed: SealedReader, file: BinaryIO) -> FoundBlock:
+        tensors = {name: sealed.read(name) for name in sealed.names}
+        with suppress(OSError):
+            os.utime(file.fileno(), ns=self._next_stamp())
+        return FoundBlock(tensors, _own_metadata(sealed))
 
     def __contains__(self, key: bytes) -> bool:
         """Whether there is a file for ``key``; only `get` finds out whether it is whole."""
@@ -175,17 +197,11 @@ class BlockFiles:
         whole = len(key).to_bytes(8, "little") + key + self._fingerprint
         return self.directory / f"{_PREFIX}{hashlib.sha256(whole).hexdigest()[:40]}{_BLOCK}"
 
-    def _read(self, sealed: SealedReader, key: bytes) -> FoundBlock:
+    def _check(self, sealed: SealedReader, key: bytes) -> None:
         for name, expected in (("fingerprint", self._fingerprint), ("key", key)):
             found = sealed.metadata.get(name)
             if found != expected.hex():
                 raise SealedError(f"it must have the {name} {expected.hex()}, and has {found}")
-        metadata = {
-            name.removeprefix("user."): value
-            for name, value in sealed.metadata.items()
-            if name.startswith("user.")
-        }
-        return FoundBlock({name: sealed.read(name) for name in sealed.names}, metadata)
 
     def _write(
         self, path: Path, metadata: dict[str, str], tensors: dict[str, EncodedTensor]
@@ -303,3 +319,12 @@ class BlockFiles:
             "read": "blocks that can't be read are computed again",
         }[action]
         logger.warning("disk cache: can't %s in %s: %s; %s", action, self.directory, error, then)
+
+
+def _own_metadata(sealed: SealedReader) -> dict[str, str]:
+    """Return what `BlockFiles.put` was given."""
+    return {
+        name.removeprefix("user."): value
+        for name, value in sealed.metadata.items()
+        if name.startswith("user.")
+    }

@@ -103,14 +103,15 @@ def encode(tensor: RawTensor, compress: bool = True) -> EncodedTensor:
         return EncodedTensor(tensor.dtype, tensor.shape, (), (tensor.data,))
     elements = np.frombuffer(tensor.data, np.uint8).reshape(-1, ITEM_SIZE[tensor.dtype])
     compressor = zstandard.ZstdCompressor(level=LEVEL)
-    planes, chunks = [], []
+    planes: list[tuple[bool, int]] = []
+    chunks: list[Buffer] = []
     for i in range(elements.shape[1]):
         plane = np.ascontiguousarray(elements[:, i])
         small = compressor.compress(plane.data)
-        pays = len(small) <= plane.nbytes * (1 - MIN_SAVING)
+        pays = bool(len(small) <= plane.nbytes * (1 - MIN_SAVING))
         chunks.append(small if pays else plane)
         planes.append((pays, len(small) if pays else plane.nbytes))
-    if not any(pays for pays, _ in planes):
+    if not any(is_compressed for is_compressed, _ in planes):
         return EncodedTensor(tensor.dtype, tensor.shape, (), (tensor.data,))
     return EncodedTensor(tensor.dtype, tensor.shape, tuple(planes), tuple(chunks))
 
@@ -147,7 +148,7 @@ def decode(
     return RawTensor(dtype, tuple(shape), elements.reshape(-1).data)
 
 
-def _plane(chunk: memoryview, is_compressed: bool, count: int) -> np.ndarray:
+def _plane(chunk: memoryview | bytes, is_compressed: bool, count: int) -> np.ndarray:
     if is_compressed:
         try:
             chunk = zstandard.ZstdDecompressor().decompress(chunk, max_output_size=count)

@@ -12,10 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from omlx_cache.compat import PreTrainedModel
+from omlx_cache.fingerprint import autocast_dtype
 
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
@@ -46,7 +50,7 @@ _ROTARY_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "max_position_e
 _PROBE = "Hello, wörld! 你好 🙂\n\tdef f(x): return x**2  # 1234567890 <|im_start|></s>"
 
 
-def model_fingerprint(decoder: nn.Module) -> dict[str, str]:
+def model_fingerprint(decoder: PreTrainedModel) -> dict[str, str]:
     """Return what identifies a decoder, by aspect; equal for equal weights on any device.
 
     Some milliseconds for a model of any size: only a sample of each weight is read.
@@ -97,14 +101,23 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     )
 
 
-def block_fingerprint(cache: PagedCache, decoder: nn.Module) -> bytes:
+def template_fingerprint(tokenizer: Any) -> str:
+    """Return what identifies a tokenizer's chat template; without one, too."""
+    return _digest(getattr(tokenizer, "chat_template", None))
+
+
+def block_fingerprint(cache: PagedCache, decoder: PreTrainedModel) -> bytes:
     """Return what every block of a cache depends on beside its tokens: for `BlockFiles`.
 
     Stricter than what `PagedCache.load` asks for: also the precision at which earlier tokens
-    were seen, for blocks that nobody can tell apart must be equal.
+    were seen and computed, in each layer, for blocks that nobody can tell apart must be equal.
     """
-    policy = cache.groups[0].policy
-    precision = [policy.recent_tokens, [[tier.name, tokens] for tier, tokens in policy.ranges]]
+    numbers = {id(group): i for i, group in enumerate(cache.groups)}
+    precision = {
+        "policies": [asdict(group.policy) for group in cache.groups],
+        "layers": [numbers[id(layer.group)] for layer in cache.layers],
+        "autocast": str(autocast_dtype(decoder)),
+    }
     parts = [model_fingerprint(decoder), format_fingerprint(cache), precision]
     return hashlib.sha256(_json(parts).encode()).digest()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from omlx_cache.devices import device_of
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.storage.atomic import replacing
 from omlx_cache.storage.codec import encode
@@ -32,7 +33,7 @@ from omlx_cache.storage.saved_rows import (
     restore_rows,
 )
 from omlx_cache.storage.sealed import SealedError, SealedReader, SealedWriter
-from omlx_cache.storage.tensors import DTYPES, from_raw, to_raw
+from omlx_cache.storage.tensors import DTYPE_OF, DTYPES, from_raw, to_raw
 from omlx_kernels.layout import Tier
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class SavedCache:
 
     Args:
         path: of the file.
+        caller: whom the messages of errors name.
 
     Attributes:
         extra: what was kept beside the cache.
@@ -98,8 +100,8 @@ class SavedCache:
         ValueError: it is damaged, or another one; the message says which.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, caller: str = "PagedCache.load") -> None:
+        self.path, self._caller = Path(path), caller
         with open(self.path, "rb") as file:
             metadata = self._open(file).metadata
         self._description = json.loads(metadata["cache"])
@@ -131,6 +133,10 @@ class SavedCache:
                 raise
         return cache
 
+    def changed_keys(self, cache: PagedCache) -> str:
+        """Return the keys, with their values, that the saved configuration has otherwise."""
+        return _changed(self._description["config"], cache)
+
     def _open(self, file) -> SealedReader:
         try:
             return SealedReader(file, KIND)
@@ -138,7 +144,10 @@ class SavedCache:
             raise self._damaged(error) from error
 
     def _damaged(self, error: SealedError) -> ValueError:
-        return ValueError(f"PagedCache.load: {self.path} can't be used: {error}; compute it again")
+        return ValueError(
+            f"{self._caller}: {self.path} must be a whole file that was saved, got one that can't "
+            f"be used: {error}; use another copy, or begin anew"
+        )
 
     def _check(self, cache: PagedCache, state: PatchState) -> None:
         stored, present = self._description["model"], model_fingerprint(state.spec.decoder)
@@ -146,18 +155,18 @@ class SavedCache:
         if other:
             values = [f"{n} {stored.get(n)} and {present.get(n)}" for n in other if n == "dtype"]
             raise ValueError(
-                f"PagedCache.load: {self.path} must be a cache of this model, got one whose "
+                f"{self._caller}: {self.path} must be a cache of this model, got one whose "
                 f"{', '.join(other)} differ{'s' if len(other) == 1 else ''}"
                 f"{' (' + values[0] + ')' if values else ''}; load the model that it was saved with"
             )
         stored, present = self._description["format"], format_fingerprint(cache)
         other = differences(stored, present)
         if other:
-            values = "; ".join(f"{n}: {stored.get(n)} and {present.get(n)}" for n in other)
+            both = "; ".join(f"{n}: {stored.get(n)} and {present.get(n)}" for n in other)
             raise ValueError(
-                f"PagedCache.load: {self.path} must be stored as the model is patched, got other "
-                f"{values}; patch(model, ...) with the configuration that it was saved with: "
-                f"{_changed(self._description['config'], cache)}"
+                f"{self._caller}: {self.path} must be stored as the model is patched, got other "
+                f"{both}; patch(model, ...) with the configuration that it was saved with: "
+                f"{self.changed_keys(cache)}"
             )
 
     def _fill(self, cache: PagedCache, state: PatchState, sealed: SealedReader) -> None:
@@ -170,11 +179,10 @@ class SavedCache:
         for i, (layer, shape, site) in enumerate(layers):
             if shape is None:
                 continue
-            dtype = next(d for d, name in DTYPES.items() if name == shape["dtype"])
             states = torch.empty(
                 (0, shape["num_kv_heads"], 0, shape["head_dim"]),
-                dtype=dtype,
-                device=_device_of(site.module),
+                dtype=DTYPE_OF[shape["dtype"]],
+                device=device_of(site.module),
             )
             if layer.pool is None:
                 layer.lazy_initialization(states, states)
@@ -243,12 +251,3 @@ def _changed(saved: dict, cache: PagedCache) -> str:
     """Return the keys of a configuration that differ from the cache's, as arguments of patch."""
     present = cache.config.model_dump()
     return ", ".join(f"{k}={v!r}" for k, v in saved.items() if present.get(k) != v) or "the same"
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Return the device on which an attention module computes its keys."""
-    hook = getattr(module, "_hf_hook", None)  # of accelerate; the weights may be elsewhere
-    device = getattr(hook, "execution_device", None)
-    if device is not None:
-        return torch.device(device)
-    return next(iter([*module.parameters(), *module.buffers()])).device

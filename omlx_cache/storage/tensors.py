@@ -18,7 +18,8 @@ DTYPES = {
 }
 """Names of dtypes in safetensors."""
 
-_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+"""The other way round."""
 
 
 def to_raw(tensor: torch.Tensor) -> RawTensor:
@@ -40,7 +41,7 @@ def from_raw(raw: RawTensor) -> torch.Tensor:
         tensor([[ 1],
                 [-1]], dtype=torch.int8)
     """
-    dtype = _OF_NAME[raw.dtype]
+    dtype = DTYPE_OF[raw.dtype]
     if not raw.num_bytes:
         return torch.empty(raw.shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw.data), dtype=dtype).reshape(raw.shape)

@@ -11,33 +11,20 @@ layers", "done": 3, "total": 30}``.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
-from typing import TextIO
+
+from omlx_cache.tools.child import ProgressLines
 
 CALIBRATION_TEXTS = 32
 CALIBRATION_TOKENS = 256
 CALIBRATION_BATCH = 4
 
 
-class _Events:
-    """Progress as JSON lines on what was standard output before the libraries could write to it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __call__(self, step: str, done: int = 0, total: int | None = None) -> None:
-        print(
-            json.dumps({"step": step, "done": done, "total": total}), file=self._stream, flush=True
-        )
-
-
 class _LayerProgress:
     """What gptqmodel calls when a layer is done; the method and its arguments are its interface."""
 
-    def __init__(self, events: _Events, num_layers: int) -> None:
+    def __init__(self, events: ProgressLines, num_layers: int) -> None:
         self._events = events
         self._num_layers = num_layers
         self._finished = 0
@@ -49,7 +36,7 @@ class _LayerProgress:
             self._events("quantizing layers", self._finished, self._num_layers)
 
 
-def convert(gguf: Path, target: Path, events: _Events) -> None:
+def convert(gguf: Path, target: Path, events: ProgressLines) -> None:
     """Write the GGUF file's model as a float32 checkpoint with tokenizer and chat template.
 
     A model loaded from a GGUF file refuses ``save_pretrained`` because its configuration still says
@@ -72,7 +59,7 @@ def convert(gguf: Path, target: Path, events: _Events) -> None:
     tokenizer.save_pretrained(target)
 
 
-def quantize(source: Path, target: Path, group_size: int, events: _Events) -> None:
+def quantize(source: Path, target: Path, group_size: int, events: ProgressLines) -> None:
     """Quantize a float checkpoint to GPTQ 4-bit, calibrated on that part of our texts."""
     events("starting gptqmodel")
     from gptqmodel import GPTQModel, QuantizeConfig
@@ -103,8 +90,7 @@ def quantize(source: Path, target: Path, group_size: int, events: _Events) -> No
 def main(arguments: list[str]) -> None:
     """Run the job that the arguments name."""
     job, source, target = arguments[0], Path(arguments[1]), Path(arguments[2])
-    events = _Events(os.fdopen(os.dup(sys.stdout.fileno()), "w"))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    events = ProgressLines()
     if job == "convert":
         convert(source, target, events)
     elif job == "quantize":

@@ -18,7 +18,14 @@ from omlx_cache.tools.machine import machine, versions
 from omlx_cache.tools.memory import as_data
 from omlx_cache.tools.progress import Progress
 from omlx_cache.tools.reading import Reading, chunk_of, kld_by_layer, read
-from omlx_cache.tools.recommendation import Measured, candidates, choose, spelled, yaml_of
+from omlx_cache.tools.recommendation import (
+    Candidate,
+    Measured,
+    candidates,
+    choose,
+    spelled,
+    yaml_of,
+)
 from omlx_cache.tools.schedule import PROBE_TOKENS, pieces
 
 TOP_BLOCKS = (1, 2, 4, 8)
@@ -68,12 +75,13 @@ def analyze(model, ids: torch.Tensor, plan: Plan, progress: Progress) -> dict:
 
     reference = reading("reading, unquantized", reference_of(config), inside=True)
     own = reading("reading, this configuration", config, inside=True)
+    (_, reference_mass), (_, own_mass) = reference.inside, own.inside
     agreement = compare(reference.logits, own.logits, ids)
     measured = Measured(own.report.total_bytes, agreement.kld, agreement.top1)
-    tried = []
+    tried: list[tuple[Candidate, Measured]] = []
     if plan.try_changes:
         for candidate in candidates(
-            config, measured, reference.mass, own.report.block_utilization, plan.max_kld
+            config, measured, reference_mass, own.report.block_utilization, plan.max_kld
         ):
             if candidate.goes_on and tried and tried[-1][1].kld > plan.max_kld:
                 continue
@@ -91,7 +99,7 @@ def analyze(model, ids: torch.Tensor, plan: Plan, progress: Progress) -> dict:
         "text": {"tokens": ids.shape[1], "decode": plan.decode, "scored": plan.scored},
         "report": own.report.to_dict(),
         "memory": _memory_data(own),
-        "attention": _attention_data(reference.mass, own.mass, plan.sparsity_mass),
+        "attention": _attention_data(reference_mass, own_mass, plan.sparsity_mass),
         "quality": asdict(agreement) | {"kld_by_layer": _by_layer(model, reference, own)},
         "speed": _speed_data(own),
         "recommendation": {
@@ -114,7 +122,7 @@ def reference_of(config: omlx_cache.CacheConfig) -> omlx_cache.CacheConfig:
 
 
 def _by_layer(model, reference: Reading, own: Reading) -> list[float] | None:
-    return kld_by_layer(model, reference.hidden, own.hidden)
+    return kld_by_layer(model, reference.inside[0], own.inside[0])
 
 
 def _model_data(model) -> dict:

@@ -148,7 +148,7 @@ def run_chat(
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device) - before
             run.gpu_peak_bytes = max(run.gpu_peak_bytes or 0, peak)
-        history = turn.answer_ids
+        history: Sequence[int] = turn.answer_ids
         if reference is None:
             turn.same = check_own_answer(model, cache, ids, turn.answer_ids)
         else:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
 from omlx_cache.tools.prepared import PreparationError
 from omlx_cache.tools.progress import Progress
@@ -17,12 +18,29 @@ ERROR_LINES = 12
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+class ProgressLines:
+    """The child's side: progress as JSON lines on standard output, and nothing else there.
+
+    Mutates: what the process prints from here on goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def __call__(self, step: str, done: int = 0, total: int | None = None) -> None:
+        """Report that ``done`` of ``total`` parts (None: unknown) of ``step`` are finished."""
+        line = json.dumps({"step": step, "done": done, "total": total})
+        print(line, file=self._stream, flush=True)
+
+
 def run_child(
     module: str,
     arguments: Sequence[str],
     log: Path,
     progress: Progress,
     environment: dict[str, str] | None = None,
+    python: str = sys.executable,
 ) -> None:
     """Run ``python -m module arguments`` and pass on its JSON progress lines until it ends.
 
@@ -33,6 +51,7 @@ def run_child(
         log: file that takes its standard error; kept only if it fails.
         progress: told what the child says.
         environment: variables set for the child besides this process's own.
+        python: the interpreter; one of another environment needs a ``PYTHONPATH`` of its own.
 
     Raises:
         PreparationError: the child failed; the message ends with the last lines of the log.
@@ -40,13 +59,14 @@ def run_child(
     variables = (
         os.environ | {"PYTHONPATH": _search_path(), "PYTHONUNBUFFERED": "1"} | (environment or {})
     )
-    command = [sys.executable, "-m", module, *arguments]
+    command = [python, "-m", module, *arguments]
     with log.open("wb") as noise:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=noise, env=variables, text=True
         )
+        said = cast("IO[str]", child.stdout)  # it is a pipe
         try:
-            for line in child.stdout:
+            for line in said:
                 event = json.loads(line)
                 progress(event["step"], event["done"], event["total"])
             code = child.wait()
@@ -57,7 +77,7 @@ def run_child(
             if child.poll() is None:
                 child.kill()
                 child.wait()
-            child.stdout.close()
+            said.close()
     if code != 0:
         raise PreparationError(
             f"{module.rpartition('.')[2]} {arguments[0]} failed (exit code {code}); the whole log "

@@ -20,6 +20,7 @@ from omlx_cache.tools.demo_session import Settings, run_demo
 from omlx_cache.tools.demo_words import explain
 from omlx_cache.tools.errors import EXIT_WORDS, exit_codes
 from omlx_cache.tools.loading import hushed
+from omlx_cache.tools.output import write_text
 
 EPILOG = f"""Examples
 
@@ -44,8 +45,7 @@ def demo(
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="YAML configuration of the cache."),
+        Path | None, typer.Option(help="YAML configuration of the cache; default: the defaults.")
     ] = None,
     window: Annotated[
         int | None, typer.Option(min=1, help="Sliding window of the patched run, in tokens.")
@@ -65,15 +65,15 @@ def demo(
     threads: Annotated[int | None, typer.Option(min=1, help="PyTorch's CPU threads.")] = None,
     json_out: Annotated[
         Path | None,
-        typer.Option(
-            "--json", dir_okay=False, metavar="FILE", help="Write all numbers there as JSON."
-        ),
+        typer.Option("--json", metavar="FILE", help="Write all numbers there as JSON."),
     ] = None,
 ) -> None:
     """Hold a long chat twice, stock and patched, and compare speed, memory and text."""
     console, errors = Console(), Console(stderr=True)
-    if json_out is not None and not json_out.parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {json_out.parent}", param_hint="--json")
+    if json_out is not None and (json_out.is_dir() or not json_out.absolute().parent.is_dir()):
+        raise typer.BadParameter(
+            f"must be a file in a directory that exists, got {json_out}", param_hint="--json"
+        )
     settings = Settings(
         model=model,
         config=config,
@@ -87,10 +87,10 @@ def demo(
     )
     with exit_codes(errors), hushed():
         report = run_demo(settings, console)
-    _show_report(console, report)
-    if json_out is not None:
-        json_out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        console.print(f"numbers written to {json_out}", highlight=False)
+        _show_report(console, report)
+        if json_out is not None:
+            write_text(json_out, json.dumps(report, indent=2) + "\n")
+            console.print(f"numbers written to {json_out}", highlight=False)
 
 
 def _show_report(console: Console, report: dict) -> None:

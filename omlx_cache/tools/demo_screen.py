@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from omlx_cache.tools.chat_run import Listener, Turn
 
@@ -25,7 +26,7 @@ class Screen:
         self._console = console
         self._name = name
         self._messages = messages
-        self._waiting = None
+        self._waiting: Status | None = None
         self._in_text = False
         console.rule(name)
 

@@ -147,7 +147,7 @@ def _paged_bytes(cache) -> Bytes:
 
 
 def _load(settings: Settings, device: str, console: Console):
-    path = settings.model
+    path: str | Path | None = settings.model
     if path is None:
         with ConsoleProgress(console) as progress:
             path = smollm2_gptq_checkpoint(progress=progress)

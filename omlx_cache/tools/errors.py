@@ -22,7 +22,7 @@ class NotServedError(RuntimeError):
     """The model can't be patched; the message says why."""
 
 
-EXIT_CODES = {
+EXIT_CODES: dict[type[BaseException], int] = {
     omlx_cache.OutOfBlocksError: 1,
     torch.OutOfMemoryError: 1,
     MemoryError: 1,

@@ -165,8 +165,15 @@ def _checked(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def _load_errors(path: str) -> Iterator[None]:
+    from safetensors import SafetensorError
+
     try:
         yield
+    except SafetensorError as error:
+        raise ModelLoadError(
+            f"{path} can't be loaded: its weights are damaged (SafetensorError: {error}); download "
+            f"it again"
+        ) from error
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
 

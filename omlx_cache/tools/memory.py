@@ -73,7 +73,7 @@ def step_memory(cache: PagedCache, num_q_heads: int) -> StepMemory:
     try:
         with cache.step(np.ones((len(cache.groups[0].rows), 1), bool)):
             for group in cache.groups:
-                step = group.step.tables(group.pools[0].device)
+                step = group.running_step.tables(group.pools[0].device)
                 found = [getattr(step.meta, name) for name in vars(step.meta)]
                 found += [step.slots, step.sink_slots, step.token_index, step.sink_offsets]
                 found += [ids for *_, old, new in step.convert for ids in (old, new)]

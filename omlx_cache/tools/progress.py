@@ -10,6 +10,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -52,8 +53,8 @@ class ConsoleProgress:
         self._plain_seconds = plain_seconds
         self._step: str | None = None
         self._last_line = 0.0
-        self._task = None
-        self._bar = None
+        self._task: TaskID | None = None
+        self._bar: RichBar | None = None
         if console.is_terminal:
             self._bar = RichBar(
                 SpinnerColumn(),
@@ -80,7 +81,7 @@ class ConsoleProgress:
         if self._bar is None:
             self._print_line(step, done, total)
             return
-        if step != self._step:
+        if step != self._step or self._task is None:
             self._finish_step()
             self._task = self._bar.add_task(step, total=total)
             self._step = step
@@ -88,7 +89,7 @@ class ConsoleProgress:
 
     def _finish_step(self) -> None:
         """Fill the bar of the step that just ended: its total may never have been known."""
-        if self._task is None:
+        if self._bar is None or self._task is None:
             return
         total = self._bar.tasks[-1].total or 1
         self._bar.update(self._task, completed=total, total=total)

@@ -62,6 +62,17 @@ class Reading:
     prefill_peak: int
     bytes_16: int
 
+    @property
+    def inside(self) -> tuple[torch.Tensor, MassTable]:
+        """Hidden states and attention.
+
+        Raises:
+            ValueError: when they were not asked for.
+        """
+        if self.hidden is None or self.mass is None:
+            raise ValueError("Reading.inside: the text must have been read with inside=True")
+        return self.hidden, self.mass
+
 
 @dataclass
 class _Notes:
@@ -127,11 +138,15 @@ def read(
             held = cache.report().bytes_by_tier
             notes.moments.append(Moment(piece.kind, piece.last, seconds, held))
             progress(step_name, piece.last, total)
+        if step is None:
+            raise ValueError("read: the last pieces must be decode pieces, got none")
         config = cache.config
         return Reading(
             logits=torch.cat(notes.logits),
             hidden=torch.cat(notes.hidden, 1) if inside else None,
-            mass=recorder.table(config.block_size, config.sink_tokens) if inside else None,
+            mass=(
+                None if recorder is None else recorder.table(config.block_size, config.sink_tokens)
+            ),
             moments=notes.moments,
             report=cache.report(),
             tiers=measure_tiers(cache),

@@ -77,14 +77,14 @@ def candidates(
         max_kld: KL divergence that is acceptable.
     """
     window = config.window_size if isinstance(config.window_size, int) else None
-    is_short = window is not None and window < mass.length
+    short = window if window is not None and window < mass.length else None
     if measured.kld > max_kld:
         why = f"KL {measured.kld:.2g} is above the bound of {max_kld:g}"
         found = []
-        if is_short and not config.sink_tokens:
+        if short and not config.sink_tokens:
             found.append(Candidate({"sink_tokens": 4}, why + ", and a window without sinks is why"))
-        elif is_short:
-            found.append(Candidate({"window_size": 2 * window}, why + "; the window is short"))
+        elif short:
+            found.append(Candidate({"window_size": 2 * short}, why + "; the window is short"))
         return found + _precision(config, -1, why + "; more bits round less")
     found = _precision(config, 1, f"KL {measured.kld:.2g} leaves room below the bound")
     found += [replace(c, goes_on=True) for c in _precision(config, 2, "the same, one step further")]
@@ -153,7 +153,7 @@ def _scalar(value: Any) -> str:
 def _precision(config: omlx_cache.CacheConfig, step: int, why: str) -> list[Candidate]:
     """Return the way to store that is colder (step 1, 2) or warmer (-1), if there is one."""
     if config.tiers is not None:
-        now = 3 if "k4v4" in config.tiers else 2
+        now: int | None = 3 if "k4v4" in config.tiers else 2
     else:
         now = next(
             (

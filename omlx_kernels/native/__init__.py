@@ -6,7 +6,9 @@ anything is written. `build` compiles the library, `library` loads it and picks 
 
 Decode, and extend by at most `library.max_queries` tokens, run wholly in C++ on
 ``torch.get_num_threads()`` threads. More queries are bound by arithmetic, for which torch may have
-the better unit: `extend` turns the blocks into floats range by range and lets torch attend.
+the better unit: `extend` turns the blocks into floats range by range and lets torch attend. That is
+so where the processor has AMX, which nothing here uses itself: torch's bfloat16 attention runs on
+it. It is also so with less than AVX-512. With AVX-512 VNNI and no AMX everything is C++.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Compile the native kernels into one shared library with g++ or clang++; no torch needed.
 
+The library holds the portable kernels, and for x86-64 also those for AVX2 and AVX-512 VNNI; a
+cross-compiler in ``CXX`` builds for its own target.
+
 ``python -m omlx_kernels.native.build`` builds next to the package, or into the user's cache
 directory where the package is read-only; arguments are added to the compiler's. ``setup.py`` uses
 `setup_arguments`, loaded by path so that an isolated build needs no torch::
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -89,14 +91,16 @@ def compile_library(target: Path, extra_flags: list[str] | None = None) -> Path:
     Raises:
         BuildError: when there is no compiler or it fails.
     """
-    compiler = [*find_compiler().split(), *FLAGS, f'-DOMLX_SOURCE_HASH="{source_hash()}"']
+    name = find_compiler().split()
+    compiler = [*name, *FLAGS, f'-DOMLX_SOURCE_HASH="{source_hash()}"']
     extra = extra_flags or []
-    isas = {"portable": []}
-    if platform.machine().lower() in ("x86_64", "amd64"):
+    isas: dict[str, list[str]] = {"portable": []}
+    # What the compiler makes code for, not what it runs on: it may be a cross-compiler.
+    if _run([*name, "-dumpmachine"]).startswith(("x86_64", "amd64")):
         isas |= X86_ISAS
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        steps = [(name, SOURCES / name, []) for name in SHARED]
+        steps: list[tuple[str, Path, list[str]]] = [(name, SOURCES / name, []) for name in SHARED]
         steps += [(isa, SOURCES / "kernels.cpp", flags) for isa, flags in isas.items()]
 
         def compile_one(step: tuple[str, Path, list[str]]) -> str:
@@ -113,13 +117,14 @@ def compile_library(target: Path, extra_flags: list[str] | None = None) -> Path:
     return target
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise BuildError(f"{command[0]}: {error}") from error
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+    return done.stdout
 
 
 def setup_arguments() -> dict:

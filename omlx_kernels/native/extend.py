@@ -28,6 +28,9 @@ SCRATCH_BYTES = 16 << 20
 CAPPED_TOKENS = 1024
 """Most tokens of a part whose scores are capped: they are all in memory at once."""
 
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Rows of queries, the stored tokens that they look at, mask, and which rows see none of them."""
+
 # The structs of src/abi.h.
 _GATHER = struct.Struct("51q")
 _MERGE = struct.Struct("13q")
@@ -70,16 +73,16 @@ def attend(
     limit = tokens if heads > 1 else SCRATCH_BYTES // token_bytes
     if softcap is not None:
         limit = min(limit, CAPPED_TOKENS)
-    parts = [(rows, part, None, None) for part in _ranges(free, limit)]
+    parts: list[_Part] = [(rows, part, None, None) for part in _ranges(free, limit)]
     masked = [(rows, part, False) for part in _ranges(edge, limit)]
-    if split_sinks and length > window_size:
+    if split_sinks and sink_q is not None and window_size and length > window_size:
         stored = min(blocks.sink_tokens, length)
         sinks = torch.tensor([[Tier.SINK, int(meta.sink_pages[seq]), 0, stored, 0]])
         masked.append((_rows(sink_q, kv_heads), sinks.int(), True))
     for part_rows, part, outside in masked:
         key_pos = torch.cat([torch.arange(p, p + n) for n, p in part[:, 3:].tolist()])
         visible = _see(key_pos, query_pos, window_size, always, blocks.sink_tokens)
-        if outside:
+        if outside and window_size:
             visible = key_pos <= query_pos - window_size
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
         blind = ~visible.any(-1)
@@ -91,10 +94,10 @@ def attend(
     log_sums = torch.full(acc.shape[:2], float("-inf"))
     for first in range(0, kv_heads, heads):
         last = min(first + heads, kv_heads)
-        for i, (part_rows, part, mask, blind) in enumerate(parts):
+        for i, (part_rows, part, part_mask, sees_none) in enumerate(parts):
             k, v = _gather(blocks, part, first, last, scratch)
-            result = _attend_part(part_rows[:, first:last], k, v, mask, sm_scale, softcap)
-            _merge(acc, log_sums, *result, blind, is_first=i == 0)
+            result = _attend_part(part_rows[:, first:last], k, v, part_mask, sm_scale, softcap)
+            _merge(acc, log_sums, *result, sees_none, is_first=i == 0)
         merged = acc[: last - first].view(-1, group, count, dim)
         sums = log_sums[: last - first].view(-1, group, count)
         if sink_logits is not None:

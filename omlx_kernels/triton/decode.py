@@ -4,10 +4,11 @@
               lse_s = m_s + log2(l_s)      (base 2; -inf where the split holds no visible key)
     merge:    o = sum_s 2**(lse_s - lse) o_s,  lse = log2 sum_s 2**lse_s   (0 where all are -inf)
 
-Grid of the split kernel: (splits, kv heads, tiles of the query heads that share a kv head). A split
-holds blocks of one tier (`AttentionMetadata.splits`), so a program branches once, then runs that
-tier's plain loop. Moves: each visible key and value of the split once for all query heads of the
-group, plus 4 * (head_dim + 1) bytes a (split, query head), written once and read once.
+Grid of the split kernel: (splits x tiles of the query heads that share a kv head, kv heads). A
+split holds blocks of one tier (`AttentionMetadata.splits`), so a program branches once, then runs
+that tier's plain loop. Moves: each visible key and value of the split once a tile of query heads,
+one tile up to 16 heads; where there are more, its programs are neighbours and share L2. Plus
+4 * (head_dim + 1) bytes a (split, query head), written once and read once (`bench/roofline.py`).
 Grid of the merge kernel: (sequences, query heads). It also lets a learned sink join the sum, and
 rotates the output back where the values are stored rotated: linear, so once is enough. On request
 it writes each split's share of the attention, 2**(lse_s - lse): 4 bytes a (split, query head), and
@@ -95,7 +96,8 @@ def _paged_decode_kernel(
     BLOCK_SINK: tl.constexpr,
     QUANT_GROUP: tl.constexpr,
 ):
-    split = tl.program_id(0)
+    HEAD_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
+    split = tl.program_id(0) // HEAD_TILES
     kv_head = tl.program_id(1)
     seq = tl.load(splits_ptr + split * 4)
     tier = tl.load(splits_ptr + split * 4 + 1)
@@ -107,7 +109,7 @@ def _paged_decode_kernel(
     if tl.load(query_start_loc_ptr + seq + 1) == token:
         return
 
-    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = tl.program_id(0) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = channels(HEAD_DIM, BLOCK_D)
     head = kv_head * GROUP_SIZE + offs_m
     mask = tile_mask(offs_m < GROUP_SIZE, HEAD_DIM, BLOCK_D)
@@ -169,20 +171,11 @@ def _paged_decode_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["query_start_loc_ptr", "split_starts_ptr"])
 def _merge_splits_kernel(
-    partial_ptr,
-    lse_ptr,
-    sink_logits_ptr,
-    out_ptr,
-    mass_ptr,
-    total_ptr,
-    query_start_loc_ptr,
-    split_starts_ptr,
-    ROTATED: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    partial_ptr, lse_ptr, sink_logits_ptr, out_ptr, mass_ptr, total_ptr,
+    query_start_loc_ptr, split_starts_ptr,
+    ROTATED: tl.constexpr, Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-):
+):  # fmt: skip
     seq = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc_ptr + seq)
@@ -256,9 +249,10 @@ def paged_decode(
     out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     partial = torch.empty((num_splits, q_heads, dim), dtype=torch.float32, device=q.device)
     split_lse = torch.empty((num_splits, q_heads), dtype=torch.float32, device=q.device)
+    head_tiles = triton.cdiv(group, config.block_m)
     with torch.cuda.device_of(q):
         if num_splits:
-            _paged_decode_kernel[(num_splits, kv_heads, triton.cdiv(group, config.block_m))](
+            _paged_decode_kernel[(num_splits * head_tiles, kv_heads)](
                 q,
                 sink_q,
                 partial,

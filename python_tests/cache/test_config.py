@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from omlx_cache import config_fields
-from omlx_cache.config import NOT_LANDED, SECTIONS, CacheConfig, ConfigError, check_model_bits
+from omlx_cache.config import SECTIONS, CacheConfig, ConfigError, check_model_bits
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FIELDS = CacheConfig.model_fields
@@ -37,7 +37,8 @@ def landed(draw):
         "max_cpu_blocks": draw(st.none() | st.integers(1, 10**6)) if offload else None,
         "recall": draw(st.sampled_from(["all", "topk"])),
         "recall_blocks": draw(st.integers(1, 10**6)),
-        "disk_cache": False,
+        "disk_cache": False if offload or pruning else draw(st.sampled_from([False, True, "/x"])),
+        "max_disk_bytes": draw(st.none() | st.integers(1, 10**12)),
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
         "prefix_cache": not offload and pruning is None and draw(st.booleans()),
@@ -58,6 +59,8 @@ def landed(draw):
     kept = kept | pair if kept & pair else kept
     for key, needed in (("max_cpu_blocks", "cpu_offload"), ("prune_ratio", "pruning")):
         kept = kept | {needed} if key in kept else kept
+    if values["disk_cache"]:  # which needs it
+        values["prefix_cache"] = True
     kept -= set(PRECISION) - {draw(st.sampled_from(PRECISION))}  # one instead of the others
     return {key: value for key, value in values.items() if key in kept}
 
@@ -121,6 +124,10 @@ def test_overrides_replace_and_leave_the_rest(base, over):
         over = {**over, "window_size": 100, "sink_tokens": 0}
     if any(key in over for key in PRECISION):  # one setting with three names
         base = {key: value for key, value in base.items() if key not in PRECISION}
+    try:
+        CacheConfig(**{**base, **over})
+    except ConfigError:  # each is legal; together they exclude each other
+        reject()
     for source in (base, nested(base), CacheConfig(**base)):
         assert CacheConfig.resolve(source, **over) == CacheConfig(**{**base, **over})
 
@@ -140,6 +147,7 @@ def test_defaults():
         "recall": "all",
         "recall_blocks": 16,
         "disk_cache": False,
+        "max_disk_bytes": 10**10,
         "recent_tokens": 128,
         "prefill_chunk": 512,
         "prefix_cache": False,
@@ -202,13 +210,7 @@ def test_every_field_can_be_documented():
     for key, field in FIELDS.items():
         assert len(field.description) > 60, key
         assert field.json_schema_extra["section"] in SECTIONS
-        # landing a feature must also change what its field says about today
-        assert ("landed" in field.description) == (key in NOT_LANDED), key
         assert key in config_fields.__doc__
-    for key, row in NOT_LANDED.items():
-        assert key in config_fields.__doc__
-        assert (key in FIELDS) == bool(row.landed), key
-        assert row.section in (SECTIONS if key not in FIELDS else ("",))
 
 
 # ---------------------------------------------------------------- wrong values
@@ -235,6 +237,8 @@ WRONG = [
     ("cpu_offload", None, "default, False"),
     ("disk_cache", "", "the path of a directory"),
     ("disk_cache", 0, "write False"),
+    ("max_disk_bytes", 0, "an integer of at least 1, or None (no bound)"),
+    ("max_disk_bytes", "10 GB", "got '10 GB' (str)"),
     ("recent_tokens", -1, "an integer of at least 0, got -1 (int)"),
     ("recent_tokens", None, "default, 128"),
     ("prefill_chunk", 0, "or None (the whole prompt at once)"),
@@ -291,12 +295,12 @@ def test_wrong_values(key, value, part):
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5,
 ))  # fmt: skip
 def test_any_value_is_taken_or_refused_by_name(key, value):
-    with contextlib.suppress(ConfigError, NotImplementedError):
+    with contextlib.suppress(ConfigError):
         taken = getattr(CacheConfig(**{key: value}), key)
         assert taken == value
         assert type(taken) is type(value)
         return
-    with pytest.raises((ConfigError, NotImplementedError)) as info:
+    with pytest.raises(ConfigError) as info:
         CacheConfig(**{key: value})
     text = str(info.value)
     assert f"{SECTION_OF[key]}.{key}" in text
@@ -354,6 +358,19 @@ def test_a_contradiction_with_a_default_says_so_and_overrides_can_make_one(write
     assert CacheConfig.resolve(path, sink_tokens=64, window_size=None).window_size is None
 
 
+def test_a_disk_cache_turns_the_prefix_cache_on_and_can_not_do_without(write):
+    config = CacheConfig(disk_cache=True)
+    assert config.prefix_cache is True
+    assert config == CacheConfig.resolve({"kv_cache": {"disk_cache": True}})
+    assert CacheConfig.resolve(CacheConfig(), disk_cache=pathlib.Path("x")).disk_cache == "x"
+    path = write("kv_cache:\n  disk_cache: true\n  prefix_cache: false\n")
+    with refused(f"kv_cache.disk_cache ({path}:2)", f"delete kv_cache.prefix_cache: false ({path}"):
+        CacheConfig.from_yaml(path)
+    with refused("delete kv_cache.prefix_cache: False, or make it true"):
+        config.model_copy(update={"prefix_cache": False})
+    assert config.model_copy(update={"disk_cache": False}) == CacheConfig()
+
+
 # ---------------------------------------------------------------- keys
 
 
@@ -401,9 +418,9 @@ def test_sections_are_told_from_keys():
         CacheConfig.from_dict({"kv_cache.block_size": 512})
 
 
-@pytest.mark.parametrize("key", sorted(SECTION_OF | dict.fromkeys(NOT_LANDED, 0)))
+@pytest.mark.parametrize("key", sorted(SECTION_OF))
 def test_a_key_in_a_wrong_section_is_sent_home(key, write):
-    home = SECTION_OF.get(key) or NOT_LANDED[key].section
+    home = SECTION_OF[key]
     for section in set(SECTIONS) - {home}:
         with refused(f"{section}.{key} is in the wrong section; move it to {home}.{key}"):
             CacheConfig.from_dict({section: {key: 1}})
@@ -440,44 +457,15 @@ def test_several_errors_come_together_one_a_line():
         "\n  - kv_cache.block_size must be",
         "\n  - quantization.cache_bits must be",
         "\n  - attention.window_size must be more than",
-        "\n  - kv_cache.max_disk_bytes: 9 has not landed yet",
+        "\n  - attention.prune_ratio means nothing without pruning",
     ) as info:
-        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, max_disk_bytes=9)
+        CacheConfig(foo=1, block_size=100, cache_bits=5, window_size=3, prune_ratio=0.6)
     assert len(info.value.args) == 5
     assert isinstance(info.value, ValueError)
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
 
 
-# ---------------------------------------------------------------- not landed yet
-
-EARLY = {
-    "disk_cache": [True, "/somewhere", pathlib.Path("somewhere")],
-    "max_disk_bytes": [10**9],
-}
-
-
-def test_the_table_is_covered():
-    assert NOT_LANDED.keys() <= EARLY.keys()
-
-
-@pytest.mark.parametrize("key", sorted(NOT_LANDED))
-def test_what_has_not_landed_is_named_and_never_ignored(key):
-    row = NOT_LANDED[key]
-    section = SECTION_OF.get(key) or row.section
-    remedy = f"until then use {row.landed[0]!r}" if row.landed else "until then delete the key"
-    for value in EARLY[key]:
-        parts = (f"{section}.{key}: {value!r} has not landed yet ({row.feature})", remedy)
-        for call in (
-            lambda v: CacheConfig(**{key: v}),
-            lambda v: CacheConfig.from_dict({section: {key: v}}),
-            lambda v: CacheConfig.resolve(None, **{key: v}),
-            lambda v: CacheConfig.resolve(CacheConfig(), **{key: v}),
-            lambda v: CacheConfig().model_copy(update={key: v}),
-        ):
-            with refused(*parts, of=NotImplementedError):
-                call(value)
-    for value in row.landed:
-        assert getattr(CacheConfig(**{key: value}), key) == value
+# ---------------------------------------------------------------- keys beside each other
 
 
 @pytest.mark.parametrize(
@@ -553,7 +541,7 @@ def test_any_file_is_refused_clearly(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
     path.write_bytes(raw)
-    with pytest.raises((ConfigError, NotImplementedError), match="CacheConfig: "):
+    with pytest.raises(ConfigError, match="CacheConfig: "):
         CacheConfig.from_yaml(path)
 
 

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 gpu_check = pytest.importorskip("gpu_check")
 import gpu_correctness  # noqa: E402 -- lies in bench/
+import gpu_end_to_end  # noqa: E402
+import op_checks  # noqa: E402
 import typer  # noqa: E402
 
 from omlx_kernels import ops  # noqa: E402
@@ -28,7 +30,7 @@ def test_it_runs_to_the_end(tmp_path, monkeypatch):
     used = []
     triton_attention = ops.paged_attention
     monkeypatch.setattr(
-        gpu_correctness.ops,
+        op_checks.ops,
         "paged_attention",
         lambda *args, **kwargs: (
             used.append(ops.implementation(CPU).__name__) or triton_attention(*args, **kwargs)
@@ -43,6 +45,12 @@ def test_it_runs_to_the_end(tmp_path, monkeypatch):
     extend = set(gpu_check.CONTENDERS) - {"per-token int8"}
     assert timed == {("decode", c) for c in gpu_check.CONTENDERS} | {("extend", c) for c in extend}
     assert result["machine"]["commit"]
+    model = result["end_to_end"]
+    assert model["reason"] == ""
+    assert model["weights"] in ("GPTQ 4-bit", "bfloat16")
+    assert model["why"]
+    names = {row["contender"] for row in model["rows"] if row["decode_tokens_per_s"] > 0}
+    assert names == set(gpu_end_to_end.contenders(tiny=True))
     assert set(used) == {"omlx_kernels.triton"}
 
 

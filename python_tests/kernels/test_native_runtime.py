@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -101,6 +104,24 @@ def test_no_compiler_is_said(monkeypatch, tmp_path):
         build.compile_library(tmp_path / "x.so")
 
 
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("isa", ["portable", *build.X86_ISAS])
+def test_no_warnings(compiler, isa):
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    if isa != "portable" and platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip(f"{isa} is of x86-64")
+    names = [*(build.SHARED if isa == "portable" else ()), "kernels.cpp"]
+    done = subprocess.run(
+        [compiler, *build.FLAGS, *build.X86_ISAS.get(isa, ()), '-DOMLX_SOURCE_HASH=""']
+        + ["-Wextra", "-Werror", "-fsyntax-only"]
+        + [str(build.SOURCES / name) for name in names],
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr
+
+
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
@@ -169,6 +190,45 @@ def test_several_python_threads():
     for t in threads:
         t.join()
     assert not wrong
+
+
+def thread_times() -> dict[str, int]:
+    """Return the nanoseconds that each thread of this process has run."""
+    times = {}
+    for path in Path("/proc/self/task").iterdir():
+        times[path.name] = int((path / "schedstat").read_text().split()[0])
+    return times
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("threads", [1, 3, 4])
+def test_one_head_of_one_sequence_is_shared_by_torchs_number_of_threads(threads):
+    case = make_case([6000], [1], num_q_heads=1, head_dim=128, block_size=256)
+    torch.set_num_threads(threads)
+    native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    time.sleep(0.1)  # torch's own team waits awake for some milliseconds
+    before = thread_times()
+    for _ in range(400):
+        native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    ran = [ns - before.get(name, 0) for name, ns in thread_times().items()]
+    if threads == 1:
+        assert sum(ns > 0 for ns in ran) == 1
+        return
+    # Who gets a core, and when, is up to the machine: all are woken, at least two do much of it.
+    assert sum(ns > 0 for ns in ran) >= threads
+    assert sum(ns > max(ran) / 50 for ns in ran) >= 2
+
+
+@pytest.mark.usefixtures("_threads")
+def test_threads_sleep_between_calls():
+    case = big_case()
+    for _ in range(5):
+        native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.03
 
 
 @pytest.mark.usefixtures("_threads")

@@ -101,6 +101,15 @@ def test_hadamard_is_its_own_inverse_and_keeps_norms(dim, seed):
     assert not torch.allclose(hadamard(x), x)
 
 
+@pytest.mark.parametrize(
+    ("dim", "size"), [(64, 64), (128, 128), (256, 256), (80, 16), (96, 32), (112, 16), (40, 8)]
+)
+def test_hadamard_rotates_by_the_largest_power_of_two_that_divides(dim, size):
+    matrix = hadamard(torch.eye(dim, dtype=torch.float64))
+    blocks = torch.block_diag(*[torch.ones(size, size, dtype=torch.float64)] * (dim // size))
+    torch.testing.assert_close(matrix.abs(), blocks * size**-0.5)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_biased_keys_never_collapse(bits):
     """A few channels with |bias| = 400, as in Qwen2: KL of the attention distribution."""
@@ -109,12 +118,17 @@ def test_biased_keys_never_collapse(bits):
     bias = torch.zeros(128)
     bias[[5, 40, 99]] = torch.tensor([400.0, -400.0, 400.0])
     q = torch.randn(64, 128, generator=generator)
+
+    def kl_of(x_hat: torch.Tensor) -> torch.Tensor:
+        p, p_hat = (q @ x.mT * 128**-0.5 for x in (k + bias, x_hat))
+        return torch.nn.functional.kl_div(
+            p_hat.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+
     x_hat = dequantize_k(*quantize_k(k + bias, bits), bits, torch.float32)
-    p, p_hat = (q @ x.mT * 128**-0.5 for x in (k + bias, x_hat))
-    kl = torch.nn.functional.kl_div(
-        p_hat.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean"
-    )
-    assert kl <= {8: 0.001, 4: 0.05}[bits]
+    assert kl_of(x_hat) <= {8: 0.001, 4: 0.05}[bits]
+    per_token = dequantize_v8(*quantize_v8(k + bias), torch.float32)
+    assert kl_of(per_token) > 0.2, "the case is none: with a scale a token the same keys collapse"
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])

@@ -32,7 +32,7 @@ def assert_same(got: TierBlocks, want: TierBlocks) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
 def test_values_are_rotated_on_request(dim, dtype):
     k, v = torch.randn(2, 5, 3, dim).to(dtype)
     slots = torch.tensor([3, -1, 70, 64, 1])

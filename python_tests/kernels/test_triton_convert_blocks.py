@@ -93,7 +93,7 @@ def test_equals_quantization(tiers, shape, dtype, magnitude, seed):
 
 
 @pytest.mark.parametrize("tiers", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dim", [64, 80, 96, 112])
 def test_every_pair_of_tiers(tiers, dim):
     fmt = formats(1, dim, torch.float16)
     hot = fmt.allocate(Tier.HOT, 3, "cpu")

@@ -26,3 +26,16 @@ def to_device(value):
         moved = {f.name: to_device(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **moved)
     return value
+
+
+class Spy:
+    """Stands for a kernel and notes its launches and their grids."""
+
+    def __init__(self, kernel, name: str, ran: list[str], grids: list | None = None) -> None:
+        self.kernel, self.name, self.ran = kernel, name, ran
+        self.grids = [] if grids is None else grids
+
+    def __getitem__(self, grid):
+        self.ran.append(self.name)
+        self.grids.append(grid)
+        return self.kernel[grid]

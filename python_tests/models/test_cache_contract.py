@@ -5,11 +5,12 @@ What the operations do to a text is in ``test_cache_in_model.py`` and ``test_gen
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
 import torch
-from tiny import random_ids, tiny_model
+from tiny import left_padded, random_ids, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
@@ -186,3 +187,44 @@ def test_continuous_batching_is_refused_and_changes_nothing(model):
         model.generate(ids, cache_implementation="paged", max_new_tokens=2)
     omlx_cache.unpatch(model)
     assert "init_continuous_batching" not in vars(model)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(16, 0.0), (8, 0.01), (4, 0.15)])
+def test_keys_and_values_can_be_read_like_those_of_a_stock_cache(bits, error):
+    stock, model = tiny_model(), omlx_cache.patch(tiny_model(), cache_bits=bits, **SMALL)
+    inputs = left_padded(random_ids(2, 200), [200, 150])
+    ids, seen = inputs["input_ids"], {"attention_mask": inputs["attention_mask"]}
+    expected, cache = DynamicCache(config=stock.config), omlx_cache.PagedCache(model)
+    step(stock, expected, ids, **seen)
+    step(model, cache, ids, **seen)
+    real = inputs["attention_mask"].bool()[:, None, :, None]
+    pairs = list(zip(cache.layers, expected.layers, strict=True))
+    for layer, other in pairs if bits == 16 else pairs[:1]:  # later ones read rounded history
+        for got, want in ((layer.keys, other.keys), (layer.values, other.values)):
+            assert got.shape == want.shape
+            assert not got.masked_select(~real).any()
+            difference = ((got - want) * real).abs().max()
+            assert difference <= 1e-4 + error * want.abs().max()
+    copied = copy.deepcopy(cache)
+    cache.reset()
+    assert cache.layers[0].keys is None
+    assert copied.layers[0].keys.shape[2] == 200
+    alone = copied.layers[0]
+    del copied
+    with pytest.raises(RuntimeError, match="whose cache is gone"):
+        _ = alone.keys
+
+
+def test_what_the_window_has_left_behind_reads_as_zero():
+    model = omlx_cache.patch(tiny_model(), **SMALL | {"window_size": 70, "sink_tokens": 2})
+    cache = omlx_cache.PagedCache(model)
+    step(model, cache, random_ids(1, 300))
+    there = cache.layers[0].keys[0, 0].any(-1).nonzero().flatten().tolist()
+    assert there[:2] == [0, 1]
+    assert there[2:] == list(range(there[2], 300))
+    assert 300 - 70 - 64 <= there[2] <= 300 - 70
+
+
+def test_keys_and_values_cannot_be_replaced(cache):
+    with pytest.raises(NotImplementedError, match="can be read but not replaced"):
+        cache.layers[0].keys = torch.zeros(1)

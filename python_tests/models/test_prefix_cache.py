@@ -191,6 +191,22 @@ def test_changed_weights_begin_anew():
     assert torch.equal(text, greedy(model, inputs_of(ids), 5))
 
 
+def test_weights_that_are_packed_when_they_run_first_are_the_same():
+    model = omlx_cache.patch(tiny_model(), **EXACT)
+    linear = model.get_decoder().layers[0].mlp.up_proj
+
+    def pack(module, args) -> None:  # as the kernels of GPTQ do
+        if not hasattr(module, "is_packed"):
+            module.weight = torch.nn.Parameter(module.weight.detach().clone())
+            module.is_packed = True
+
+    linear.register_forward_pre_hook(pack)
+    ids = random_ids(1, 200)
+    greedy(model, inputs_of(ids), 4)
+    greedy(model, inputs_of(ids), 4)
+    assert reused(model) >= 192
+
+
 def test_the_bound_holds_and_the_least_recently_used_leave():
     model = omlx_cache.patch(tiny_model(), **EXACT | {"prefix_cache_blocks": 6})
     texts = [random_ids(1, 190, seed=i) for i in range(3)]  # three blocks each
@@ -276,3 +292,22 @@ def test_threads_take_turns():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda ids: greedy(model, inputs_of(ids), 6), prompts))
     assert all(map(torch.equal, found, expected))
+
+
+def test_ids_of_32_bits_are_the_same_text():
+    model, stock = omlx_cache.patch(tiny_model(), **EXACT), tiny_model()
+    ids = random_ids(1, 150)
+    greedy(model, inputs_of(ids), 5)
+    short = ids.int()
+    assert torch.equal(greedy(model, inputs_of(short), 5), greedy(stock, inputs_of(ids), 5).int())
+    assert reused(model) == 149
+
+
+def test_a_prompt_in_chunks_of_the_caller_is_read_whole():
+    model, stock = omlx_cache.patch(tiny_model(), **EXACT), tiny_model()
+    ids = random_ids(1, 150)
+    for _ in range(2):
+        found = greedy(model, inputs_of(ids), 5, prefill_chunk_size=40)
+        assert torch.equal(found, greedy(stock, inputs_of(ids), 5))
+        assert reused(model) == 0
+    assert torch.equal(greedy(model, inputs_of(ids), 5), found)

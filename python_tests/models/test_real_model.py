@@ -100,6 +100,24 @@ def test_quality_of_the_gptq_model_in_its_own_dtype(gptq_model, text_ids):
     assert agreement.kld <= max(0.0003, 1.2 * noise.kld), (agreement, noise)
 
 
+def test_past_the_trained_length_a_window_is_as_good_as_within_it(float_model, smollm2_tokenizer):
+    """How far past doesn't matter: no distance is longer than the window, the sinks' neither.
+
+    ``bench/long_chat.py`` reads four times the trained length, which takes minutes.
+    """
+    trained, scored = float_model.config.max_position_embeddings, 512
+    ids = torch.tensor([token_ids("quality", smollm2_tokenizer, trained + scored)])
+
+    def perplexity(num_tokens: int, **config) -> float:
+        with omlx_cache.patched(float_model, window_size=256, block_size=64, **config):
+            logits = teacher_forced(float_model, ids[:, -num_tokens:], scored)
+        return torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1 - scored :]).exp().item()
+
+    within = perplexity(2 * scored)
+    assert perplexity(trained + scored) == pytest.approx(within, rel=0.1)
+    assert perplexity(2 * scored, sink_tokens=0) > 1.3 * within
+
+
 def test_bytes_at_8192_tokens(gptq_model, text_ids):
     with omlx_cache.patched(gptq_model), torch.no_grad():
         cache = omlx_cache.PagedCache(gptq_model)

@@ -171,7 +171,7 @@ def test_wrong_settings_end_before_the_chat(tiny: Path, tmp_path: Path):
         (["--window", "2"], "window_size"),
         (["--turns", "999", "--message-tokens", "4000"], "ask for fewer or shorter"),
         (["--device", "cuda:77"], "device must be one"),
-        (["--json", tmp_path / "no" / "out.json"], "there is no directory"),
+        (["--json", tmp_path / "no" / "out.json"], "must be a file in a directory that exists"),
         (["--turns", "0"], "turns"),
         (["--dtype", "int8"], "dtype"),
     ):

@@ -1,0 +1,155 @@
+"""Render the tables of ``docs/tuning.md`` from ``bench/results``.
+
+::
+
+    python docs/render_tuning.py
+
+The results come from the quality tool (quality_4096.json, settings_4096.json),
+``python bench/settings.py`` (settings_bytes.json) and ``python bench/bench_generate.py``
+(generate_cpu.json).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rendering import FOLDER, markdown, update
+
+DOCUMENT = FOLDER / "tuning.md"
+RESULTS = FOLDER.parent / "bench" / "results"
+
+
+def read(name: str) -> dict:
+    """Return what a file of results holds."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def quality(name: str, chosen: dict[str, str]) -> str:
+    """Return a table of quality.
+
+    Args:
+        name: of a file that the quality tool has written.
+        chosen: what a row is called there and here.
+    """
+    rows, found = [], read(name)["results"]
+    for there, here in chosen.items():
+        row = found[there]
+        shares = [f"{row['saved']:.1%}", f"{row['kld']:.6f}", f"{row['top1']:.2%}"]
+        told = [f"{row['perplexity_ratio']:+.2%}", f"{row['needle']:.1%}", f"{row['recall']:.1%}"]
+        rows.append([here, *shares, *told])
+    head = [
+        "setting",
+        "saved",
+        "KL divergence",
+        "same top token",
+        "perplexity",
+        "needles",
+        "recall",
+    ]
+    return markdown(head, rows)
+
+
+def precision() -> str:
+    """Return the table of precisions."""
+    chosen = {
+        "unquantized": "transformers, unquantized",
+        "8 bits (default)": "`cache_bits: 8` (default)",
+        "K 8, V 4 bits": "`cache_bits: {k: 8, v: 4}`",
+        "1024 tokens K 8, V 4; then 4 bits": "`tiers: {k8v4: 1024, k4v4: null}`",
+        "4 bits": "`cache_bits: 4`",
+        "transformers, fp8": "transformers, `QuantizedCache` (fp8)",
+    }
+    return quality("quality_4096.json", chosen)
+
+
+def windows() -> str:
+    """Return the table of windows and sinks."""
+    sinks = "window_size=1024 sink_tokens="
+    chosen = {f"window_size={w}": f"`window_size: {w}`" for w in (2048, 1024, 512)}
+    chosen |= {f"{sinks}{n}": f"`window_size: 1024`, `sink_tokens: {n}`" for n in (16, 1, 0)}
+    return quality("settings_4096.json", chosen)
+
+
+def others() -> str:
+    """Return the table of what else changes the quality of 4 bits."""
+    plain = "cache_bits=4"
+    chosen = {plain: "`cache_bits: 4`"}
+    more = ("keep_layers=[0,-1]", "recent_tokens=512", "block_size=64")
+    for setting in (*more, "block_size=1024"):
+        key, _, value = setting.partition("=")
+        chosen[f"{plain} {setting}"] = f"with `{key}: {value.replace(',', ', ')}`"
+    return quality("settings_4096.json", chosen)
+
+
+def saved() -> str:
+    """Return the table of bytes by length."""
+    rows, found = [], read("settings_bytes.json")
+    for setting, lengths in found.items():
+        if not setting.startswith(("block_size", "prefill_chunk", "recent_tokens")):
+            cells = [f"{1 - r['bytes'] / r['unquantized']:.1%}" for r in lengths.values()]
+            rows.append([f"`{setting}`", *cells])
+    return markdown(["setting", *(f"{int(n):,} tokens" for n in lengths)], rows)
+
+
+def sizes(key: str) -> str:
+    """Return the table of bytes by length for the values of one key."""
+    rows = []
+    for setting, lengths in read("settings_bytes.json").items():
+        if setting.startswith(key):
+            cells = [f"{1 - r['bytes'] / r['unquantized']:.1%}" for r in lengths.values()]
+            rows.append([setting.partition("=")[2], *cells])
+    return markdown([f"`{key}`", *(f"{int(n):,} tokens" for n in lengths)], rows)
+
+
+def chunks() -> str:
+    """Return the table of the peak by chunk."""
+    rows = []
+    for setting, lengths in read("settings_bytes.json").items():
+        if setting.startswith("prefill_chunk"):
+            peaks = [f"{r['peak'] / r['unquantized']:.0%}" for r in lengths.values()]
+            rows.append([setting.partition("=")[2], *peaks])
+    return markdown(["`prefill_chunk`", *(f"{int(n):,} tokens" for n in lengths)], rows)
+
+
+def speed() -> str:
+    """Return the table of tokens/s, as ratios to the stock model."""
+    names = {
+        "stock": "transformers, `DynamicCache`",
+        "8-bit": "8 bits (default)",
+        "window 1024": "`window_size: 1024`",
+    }
+    found = read("generate_cpu.json")["results"]
+    rows = []
+    for name, title in names.items():
+        cells = []
+        for contenders in found.values():
+            row, stock = contenders[name], contenders["stock"]
+            speed = row["tokens_per_s"] / stock["tokens_per_s"]
+            first = row["first_token_s"] / stock["first_token_s"]
+            cells.append(f"{speed:.2f}x, first token {first:.2f}x")
+        rows.append([title, *cells])
+    return markdown(["", *(f"after {int(n):,}" for n in found)], rows)
+
+
+def render() -> str:
+    """Return the document."""
+    tables = {
+        "precision": precision(),
+        "windows": windows(),
+        "others": others(),
+        "saved": saved(),
+        "block sizes": sizes("block_size"),
+        "recent tokens": sizes("recent_tokens"),
+        "chunks": chunks(),
+        "speed": speed(),
+    }
+    return update(DOCUMENT, tables)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(), encoding="utf-8")
+    print(DOCUMENT)

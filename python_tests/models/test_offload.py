@@ -1,0 +1,141 @@
+"""Under ``max_gpu_blocks`` a model goes on: with blocks in CPU memory, or without some of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import left_padded, random_ids, tiny_model
+
+import omlx_cache
+from omlx_cache import host_attention
+from omlx_cache.compat import cache_name
+from omlx_kernels.errors import OutOfBlocksError
+
+SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 64}
+ROOM = {"max_gpu_blocks": 8, "cpu_offload": True}
+PRECISIONS = [
+    {"cache_bits": 16},
+    {"cache_bits": 8},
+    {"tiers": {"k8v8": 128, "k8v4": 128, "k4v4": None}},
+    {"cache_bits": 8, "window_size": 300},
+]
+
+
+def run(config, ids, new_tokens=40, family="llama"):
+    """Return the logits of a prompt, the text that follows it, and the cache."""
+    model = omlx_cache.patch(tiny_model(family), **SMALL | config)
+    cache, name = omlx_cache.PagedCache(model), cache_name(type(tiny_model(family)).forward)
+    with torch.no_grad():
+        logits = model(**ids, **{name: cache}).logits
+    cache.reset()
+    kinds = {"max_new_tokens": new_tokens, "do_sample": False}
+    return logits, model.generate(**ids, **{name: cache}, **kinds), cache
+
+
+def ragged():
+    return left_padded(random_ids(2, 500), [500, 380])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("ranking", [None, "topk"])
+def test_blocks_in_cpu_memory_are_attended_to_as_if_they_were_here(precision, ranking):
+    logits, text, _ = run(precision, ragged())
+    found, again, cache = run(precision | ROOM | {"pruning": ranking}, ragged())
+    group = cache.groups[0]
+    assert any(row.offloaded for row in group.rows)
+    assert group.blocks.num_used <= 8
+    error = (found - logits)[ragged()["attention_mask"].bool()].abs().max()
+    assert error < 0.005 * logits.std()
+    assert torch.equal(again, text)
+    cache.reset()
+    assert group.blocks.num_used == group.arena.host.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "qwen3"])
+def test_soft_caps_learned_sinks_and_windows(family):
+    logits, text, _ = run({"cache_bits": 16}, ragged(), 10, family)
+    found, again, _ = run({"cache_bits": 16} | ROOM, ragged(), 10, family)
+    assert (found - logits)[ragged()["attention_mask"].bool()].abs().max() < 1e-3
+    assert torch.equal(again, text)
+
+
+def test_blocks_are_copied_to_the_device_for_the_queries_of_a_prompt(monkeypatch):
+    logits, _, _ = run({"cache_bits": 8}, ragged(), 1)
+    calls = []
+
+    def attend(host, layer, q, *, meta, **kwargs):
+        blocks, near = host_attention.copied_to(q.device, host.pools[layer].blocks, meta)
+        calls.append(blocks)
+        split_mass, lse = kwargs.pop("split_mass"), kwargs.pop("lse")
+        return host_attention.ops.paged_attention(
+            q, blocks, near, split_mass=split_mass, lse=lse, **kwargs
+        )
+
+    monkeypatch.setattr("omlx_cache.paged_layer.attend_on_host", attend)
+    found, _, _ = run({"cache_bits": 8} | ROOM, ragged(), 1)
+    assert calls
+    error = (found - logits)[ragged()["attention_mask"].bool()].abs().max()
+    assert error < 0.005 * logits.std()
+
+
+def test_recall_of_all_there_are_is_recall_of_all():
+    everything = {"recall": "topk", "recall_blocks": 99}
+    _, text, _ = run({"cache_bits": 8} | ROOM, ragged())
+    _, again, _ = run({"cache_bits": 8} | ROOM | everything, ragged())
+    assert torch.equal(text, again)
+
+
+def test_recall_of_a_few_reports_how_often_it_chose_right():
+    _, _, cache = run({"cache_bits": 8} | ROOM | {"recall": "topk", "recall_blocks": 2}, ragged())
+    recall = cache.groups[0].recall
+    assert 0 < recall.hits <= recall.chosen
+
+
+def test_without_room_anywhere_it_is_refused_before_anything_changes():
+    model = omlx_cache.patch(tiny_model(), **SMALL | ROOM | {"max_cpu_blocks": 1})
+    cache, name = omlx_cache.PagedCache(model), cache_name(type(tiny_model()).forward)
+    with pytest.raises(OutOfBlocksError, match=r"max_gpu_blocks \+ max_cpu_blocks"):
+        model(**ragged(), **{name: cache})
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("ranking", ["oldest", "topk", "random"])
+def test_pruning_holds_the_bound_and_gives_memory_back(ranking):
+    _, _, full = run({"cache_bits": 8}, ragged())
+    _, _, cache = run({"cache_bits": 8, "max_gpu_blocks": 8, "pruning": ranking}, ragged())
+    assert cache.groups[0].blocks.num_used <= 8
+    assert all(row.dropped for row in cache.groups[0].rows)
+    assert cache.report().total_bytes < full.report().total_bytes
+    starts = {start for row in cache.groups[0].rows for start in row.dropped}
+    newest = max(row.length for row in cache.groups[0].rows) - SMALL["recent_tokens"]
+    assert max(starts) + SMALL["block_size"] <= newest
+
+
+def test_a_share_is_pruned_after_each_pass():
+    _, _, cache = run({"pruning": "oldest", "prune_ratio": 0.4}, {"input_ids": random_ids(1, 500)})
+    (row,) = cache.groups[0].rows
+    old = (row.length - SMALL["recent_tokens"] - 4) // 64
+    assert len(row.dropped) == int(0.4 * old)
+    assert sorted(row.dropped) == [4 + 64 * i for i in range(len(row.dropped))]
+
+
+def test_a_cut_into_what_was_dropped_is_refused():
+    _, _, cache = run({"pruning": "oldest", "prune_ratio": 0.4}, {"input_ids": random_ids(1, 500)})
+    before = cache.get_seq_length()
+    with pytest.raises(ValueError, match="pruning has dropped"):
+        cache.crop(-(before - 10))
+    assert cache.get_seq_length() == before
+
+
+def test_a_saved_cache_keeps_what_is_in_cpu_memory(tmp_path):
+    ids = {"input_ids": random_ids(1, 500)}
+    config = SMALL | {"max_gpu_blocks": 4, "cpu_offload": True}
+    model = omlx_cache.patch(tiny_model(), **config)
+    cache, name = omlx_cache.PagedCache(model), cache_name(type(tiny_model()).forward)
+    text = model.generate(**ids, **{name: cache}, max_new_tokens=5, do_sample=False)
+    cache.save(tmp_path / "chat")
+    for other in (model, omlx_cache.patch(tiny_model(), **SMALL)):  # and where all of it fits
+        loaded = omlx_cache.PagedCache.load(tmp_path / "chat", other)
+        more = other.generate(text, **{name: loaded}, max_new_tokens=20, do_sample=False)
+        expected = run({}, ids, 25)[1]
+        assert torch.equal(more, expected)
