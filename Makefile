@@ -18,7 +18,7 @@ say   := @printf '==> %s\n'
 BENCHES := $(wildcard bench/bench_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test modes compat package lint types format aot sanitize bench clean distclean venv
+.PHONY: help demo test modes compat package stress lint types format aot sanitize bench clean distclean venv
 
 help:  ## show this list
 	@awk -F ':.*## ' -v absent='$(if $(BENCHES),,bench)' \
@@ -75,6 +75,9 @@ sanitize: $(VENV)/.ready  ## run the native tests under AddressSanitizer and Und
 
 package: $(VENV)/.ready  ## build wheel and source archive, and use them outside of the repository
 	$(BIN)/python -m pytest -m package python_tests/test_package.py
+
+stress: $(VENV)/.ready  ## move, convert, drop, fork and crop blocks of 64 rows at random, for minutes
+	OMLX_STRESS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest python_tests/cache/test_tiers_machine.py
 
 lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .
