@@ -34,6 +34,10 @@ class CacheReport:
             and that were not computed again.
         blocks_from_disk: blocks that were read from the disk for them (``disk_cache``), over all
             layer groups, a sink page counted as one.
+        offloaded_blocks: blocks in CPU memory, over all layer groups (``cpu_offload``).
+        offloaded_bytes: what they take there, free blocks included; not in ``total_bytes``.
+        recall_hit_rate: share of the blocks that steps recalled which they would have chosen by
+            their own queries, 0..1 (``recall: topk``); None where nothing was left out yet.
 
     With ``prefix_cache`` the caches of a model share their blocks: blocks and bytes are then those
     of all of them and of what is kept for later calls, tokens and sequences this cache's.
@@ -51,6 +55,9 @@ class CacheReport:
     num_sequences: int
     reused_tokens: int
     blocks_from_disk: int
+    offloaded_blocks: int
+    offloaded_bytes: int
+    recall_hit_rate: float | None
 
     def to_dict(self) -> dict:
         """Return the fields as a JSON-able dict."""
@@ -88,6 +95,10 @@ def report_of(cache: PagedCache) -> CacheReport:
     ]
     # Shared blocks hold their tokens for several rows; utilization counts them once.
     slots = active * cache.config.block_size
+    hosts = [group.arena.host for group in cache.groups if group.arena.host is not None]
+    hits, chosen = (
+        sum(getattr(group.recall, name) for group in cache.groups) for name in ("hits", "chosen")
+    )
     first = cache.groups[0]
     sinks = [min(row.length, first.geometry.sink_tokens) for row in first.rows]
     return CacheReport(
@@ -103,13 +114,17 @@ def report_of(cache: PagedCache) -> CacheReport:
         num_sequences=len(first.rows),
         reused_tokens=cache.reused_tokens,
         blocks_from_disk=cache.blocks_from_disk,
+        offloaded_blocks=sum(host.blocks.num_used for host in hosts),
+        offloaded_bytes=sum(host.meter.current for host in hosts),
+        recall_hit_rate=hits / chosen if chosen else None,
     )
 
 
 def _tokens_in_rows(group: LayerGroup) -> int:
     """Tokens that the rows' live blocks hold, shared blocks counted for each row."""
     size = group.geometry.block_size
-    return sum(min(size, row.length - b.start) for row in group.rows for b in row.blocks)
+    held = [(row, block) for row in group.rows for block in [*row.blocks, *row.offloaded]]
+    return sum(min(size, row.length - block.start) for row, block in held)
 
 
 def _tokens_in_blocks(group: LayerGroup) -> int:

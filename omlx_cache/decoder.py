@@ -46,6 +46,11 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     if is_new:
         cache = PagedCache.for_patch(state, unquantized=not use_cache)
     _check_cache(cache, state)
+    if wants_weights and cache.config.cpu_offload:
+        raise NotImplementedError(
+            "omlx_cache: output_attentions can't be served with cpu_offload, where a part of the "
+            "keys is elsewhere; patch(model, cpu_offload=False) to look at the weights"
+        )
     if is_new:
         _refuse_packed_sequences(kwargs)
     batch, columns = _batch_and_columns(kwargs)

@@ -16,6 +16,7 @@ from omlx_kernels.layout import Tier
 from omlx_kernels.quantization import hadamard, read_blocks
 
 if TYPE_CHECKING:
+    from omlx_cache.block_pool import LayerPool
     from omlx_cache.paged_layer import PagedLayer
 
 
@@ -30,7 +31,8 @@ def read_back(
 
     Returns:
         Two tensors [rows, kv_heads, columns, head_dim] in the model's dtype. Columns of padding,
-        and those that the window has left behind, are 0. None where nothing is stored.
+        and those that the window has left behind or that were pruned, are 0. None where nothing is
+        stored.
     """
     rows, pool = layer.group.rows, layer.pool
     if pool is None or not rows:
@@ -41,17 +43,17 @@ def read_back(
     )
     for i, row in enumerate(rows):
         columns = np.arange(shape[2]) if valid is None else np.flatnonzero(valid[i])
-        for block in _stored(row):
+        for own, block in [*((pool, b) for b in _stored(row)), *_offloaded(layer, row)]:
             k, v = read_blocks(
-                pool.blocks.tier(block.tier), block.tier, [block.index], torch.float32
+                own.blocks.tier(block.tier), block.tier, [block.index], torch.float32
             )
             if layer.group.policy.rotates_values:
                 v = hadamard(v)
             # A row that began in the prefix store may be ahead of the columns.
             there = columns[block.start : min(block.start + k.shape[2], row.length)]
             index = torch.from_numpy(there).to(pool.device)
-            keys[i][:, index] = k[0, :, : len(there)].to(keys.dtype)
-            values[i][:, index] = v[0, :, : len(there)].to(values.dtype)
+            keys[i][:, index] = k[0, :, : len(there)].to(keys)
+            values[i][:, index] = v[0, :, : len(there)].to(values)
     return keys, values
 
 
@@ -59,3 +61,12 @@ def _stored(row: Sequence) -> list[StoredBlock]:
     """Return a row's blocks, its sink page among them."""
     sinks = [] if row.sink_page is None else [StoredBlock(0, Tier.SINK, row.sink_page)]
     return [*sinks, *row.blocks]
+
+
+def _offloaded(layer: PagedLayer, row: Sequence) -> list[tuple[LayerPool, StoredBlock]]:
+    """Return a row's blocks in CPU memory, with the pool that holds them."""
+    host = layer.group.arena.host
+    if host is None or not row.offloaded:
+        return []
+    host.wait()
+    return [(host.pools[layer.index], block) for block in row.offloaded]

@@ -87,8 +87,11 @@ def test_recall_of_all_there_are_is_recall_of_all():
 
 def test_recall_of_a_few_reports_how_often_it_chose_right():
     _, _, cache = run({"cache_bits": 8} | ROOM | {"recall": "topk", "recall_blocks": 2}, ragged())
-    recall = cache.groups[0].recall
-    assert 0 < recall.hits <= recall.chosen
+    report = cache.report()
+    assert 0 < report.recall_hit_rate <= 1
+    assert report.offloaded_blocks == cache.groups[0].arena.host.blocks.num_used > 0
+    assert report.offloaded_bytes > 0
+    assert report.cached_tokens == report.seen_tokens
 
 
 def test_without_room_anywhere_it_is_refused_before_anything_changes():
@@ -139,3 +142,15 @@ def test_a_saved_cache_keeps_what_is_in_cpu_memory(tmp_path):
         more = other.generate(text, **{name: loaded}, max_new_tokens=20, do_sample=False)
         expected = run({}, ids, 25)[1]
         assert torch.equal(more, expected)
+
+
+def test_what_looks_at_all_keys_finds_those_in_cpu_memory_or_is_refused():
+    ids = {"input_ids": random_ids(1, 500)}
+    _, _, here = run({"cache_bits": 16}, ids, 2)
+    _, _, cache = run({"cache_bits": 16, "max_gpu_blocks": 4, "cpu_offload": True}, ids, 2)
+    for layer, other in zip(cache.layers, here.layers, strict=True):
+        assert torch.allclose(layer.keys, other.keys, atol=1e-5)
+        assert torch.allclose(layer.values, other.values, atol=1e-5)
+    model = omlx_cache.patch(tiny_model(), **SMALL | {"max_gpu_blocks": 4, "cpu_offload": True})
+    with pytest.raises(NotImplementedError, match="output_attentions can't be served with cpu_"):
+        model(**ids, output_attentions=True)
