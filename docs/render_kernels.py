@@ -54,7 +54,7 @@ def bytes_of_a_step() -> str:
                 moved = traffic(step)
                 splits = len(step.tables()["splits"])
                 floor = f"{moved.floor / 2**20:.1f}"
-                more = [f"{moved.excess:+.2%}", f"{moved.dram_excess:+.2%}"]
+                more = [f"{moved.asked:+.2%}", f"{moved.moved:+.2%}"]
                 rows.append([name, str(length), mix, str(splits), floor, *more])
     head = ["heads q/kv/D", "tokens", "old blocks", "splits", "floor, MiB", "asked for", "DRAM"]
     return markdown(head, rows)

@@ -39,6 +39,16 @@ _GAUGES: dict[str, tuple[str, Callable[[CacheReport], float]]] = {
         "Tokens seen that an earlier call had left, and that were not computed again.",
         lambda r: r.reused_tokens,
     ),
+    "blocks_from_disk": (
+        "Blocks that the cache began with and that were read from the disk.",
+        lambda r: r.blocks_from_disk,
+    ),
+    "offloaded_blocks": ("Blocks in CPU memory.", lambda r: r.offloaded_blocks),
+    "offloaded_bytes": ("Bytes that they take there.", lambda r: r.offloaded_bytes),
+    "recall_hit_rate": (
+        "Share of the recalled blocks that the step's own queries would have chosen, 0 to 1.",
+        lambda r: r.recall_hit_rate,
+    ),
     "sequences": ("Sequences in the cache.", lambda r: r.num_sequences),
 }
 
@@ -84,7 +94,9 @@ class CacheCollector:
             for tier, size in found.bytes_by_tier.items():
                 families["bytes"].add_metric([name, tier], size)
             for gauge, (_, value) in _GAUGES.items():
-                families[gauge].add_metric([name], value(found))
+                number = value(found)
+                if number is not None:  # nothing to say yet
+                    families[gauge].add_metric([name], number)
         return iter(families.values())
 
     def _families(self) -> dict[str, GaugeMetricFamily]:
