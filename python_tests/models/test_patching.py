@@ -223,7 +223,7 @@ def test_configuration_errors_leave_the_model_alone(ids):
         omlx_cache.patch(model, block_size=100)
     with pytest.raises(ValueError, match="model_bits"):
         omlx_cache.patch(model, model_bits=4)
-    with pytest.raises(NotImplementedError, match="disk_cache"):
-        omlx_cache.patch(model, disk_cache=True)
+    with pytest.raises(ValueError, match="prefix_cache"):
+        omlx_cache.patch(model, disk_cache=True, prefix_cache=False)
     assert set(vars(model)) == before
     assert not isinstance(model.model.layers[0].self_attn, PagedAttention)

@@ -228,8 +228,8 @@ def test_a_damaged_file_is_refused(tmp_path):
         with pytest.raises(ValueError, match="can't be used"):
             omlx_cache.PagedCache.load(path, model)
     with open(path, "wb") as file:
-        SealedWriter(file, "omlx_cache cache 2", {}, []).finish()
-    with pytest.raises(ValueError, match="'omlx_cache cache 2'"):
+        SealedWriter(file, "omlx_cache cache 3", {}, []).finish()
+    with pytest.raises(ValueError, match="'omlx_cache cache 3'"):
         omlx_cache.PagedCache.load(path, model)
     with pytest.raises(FileNotFoundError):
         omlx_cache.PagedCache.load(tmp_path / "nowhere", model)
