@@ -28,7 +28,8 @@ USE = """
 import pathlib, torch, omlx_cache, omlx_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-             num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256)
+             num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+             eos_token_id=None)
 model = omlx_cache.patch(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
 model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=3)
 print(omlx_cache.report(model).seen_tokens, pathlib.Path(omlx_cache.__file__).parent)
