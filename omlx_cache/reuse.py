@@ -123,7 +123,8 @@ class FreeEndedRows(StoppingCriteria):
     """Tell a cache which rows of a batch have ended; stops nothing itself.
 
     ``generate`` goes on with padding for a row that has produced its end token, until all rows
-    have: without this, the padding would be cached as if it were text.
+    have: without this, the padding would be cached as if it were text. What the last rows to end
+    hold stays: nothing follows, and it is what a report of the call tells of.
     """
 
     def __init__(self, cache: PagedCache, end_ids: list[int]) -> None:
@@ -134,7 +135,7 @@ class FreeEndedRows(StoppingCriteria):
         """Look at the newest token of each row, [rows, columns]."""
         ends = torch.isin(input_ids[:, -1].cpu(), self._end_ids).nonzero().flatten().tolist()
         new = [row for row in ends if row not in self._ended]
-        if new:
-            self._ended.update(new)
+        self._ended.update(new)
+        if new and len(self._ended) < len(input_ids):
             self._cache.end_rows(new)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

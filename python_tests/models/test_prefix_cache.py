@@ -255,6 +255,15 @@ def test_a_row_that_ends_early_frees_its_blocks():
     assert held[-1] == [0, 3]
 
 
+def test_the_report_of_an_answer_that_ended_tells_what_it_held():
+    model = tiny_model()
+    ids = random_ids(1, 150)
+    model.generation_config.eos_token_id = int(greedy(model, inputs_of(ids), 3)[0, -1])
+    omlx_cache.patch(model, **EXACT | {"prefix_cache": False})
+    out = model.generate(**inputs_of(ids), max_new_tokens=9, do_sample=False)
+    assert omlx_cache.report(model).seen_tokens == out.shape[1] - 1 <= 152
+
+
 def test_nothing_is_left_when_caches_and_texts_are_gone():
     model = omlx_cache.patch(tiny_model(), **SMALL)
     hold_chat(model, 4)
