@@ -55,6 +55,17 @@ class BlockArena:
         return _made_by_a_store(self.kept_pages)
 
     @property
+    def cpu_tier(self) -> HostTier:
+        """`host`, where blocks may move to CPU memory.
+
+        Raises:
+            RuntimeError: where they may not.
+        """
+        if self.host is None:
+            raise RuntimeError("BlockArena: blocks must be allowed to move to CPU memory here")
+        return self.host
+
+    @property
     def num_available(self) -> int | None:
         """Blocks that a step may take: free, or only held for later calls; None: no bound."""
         free, kept = self.blocks.num_free, self.kept_blocks
@@ -78,7 +89,7 @@ class BlockArena:
             if row.sink_page is not None:
                 self.pages.share(Tier.SINK, row.sink_page)
             for block in row.offloaded:
-                self.host.blocks.share(block.tier, block.index)
+                self.cpu_tier.blocks.share(block.tier, block.index)
 
     def release_rows(self, rows: Iterable[Sequence]) -> None:
         """Remove a holder of everything that ``rows`` list."""
@@ -89,7 +100,7 @@ class BlockArena:
     def release_offloaded(self, blocks: Iterable[StoredBlock]) -> None:
         """Remove a holder of some blocks in CPU memory."""
         for block in blocks:
-            self.host.blocks.release(block.tier, block.index)
+            self.cpu_tier.blocks.release(block.tier, block.index)
 
     def offload(self, held: Sequence_[tuple[StoredBlock, list[Sequence]]]) -> None:
         """Move blocks to CPU memory.
@@ -100,14 +111,15 @@ class BlockArena:
         Raises:
             OutOfBlocksError, MemoryError: there is no room; nothing is changed.
         """
-        copies = self.host.take(self.pools, [block for block, _ in held])
+        host = self.cpu_tier
+        copies = host.take(self.pools, [block for block, _ in held])
         for (block, rows), copied in zip(held, copies, strict=True):
             for row in rows:
-                self.host.blocks.share(copied.tier, copied.index)
+                host.blocks.share(copied.tier, copied.index)
                 self.blocks.release(block.tier, block.index)
                 row.blocks.remove(block)
                 row.offloaded = sorted([*row.offloaded, copied], key=lambda b: b.start)
-            self.host.blocks.release(copied.tier, copied.index)  # its own share in the copy
+            host.blocks.release(copied.tier, copied.index)  # its own share in the copy
 
     def release(self, blocks: list[StoredBlock], sink_page: int | None) -> None:
         """Remove a holder of some blocks and of a page."""
@@ -137,7 +149,7 @@ class BlockArena:
             for i, block in enumerate(row.offloaded):
                 if block in conversions:
                     row.offloaded[i] = conversions[block]
-                    self.host.blocks.release(block.tier, block.index)
+                    self.cpu_tier.blocks.release(block.tier, block.index)
 
     def settle(self) -> None:
         """Close the gaps that released blocks have left, and give their memory back."""

@@ -40,7 +40,8 @@ class StepMass:
         """
         if not self._layers:
             return None
-        return sum(part.cpu() for part in self._sums.values()).numpy() / self._layers
+        parts = [part.cpu().numpy() for part in self._sums.values()]
+        return np.sum(parts, axis=0) / self._layers
 
 
 def add_step(

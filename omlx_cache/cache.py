@@ -129,7 +129,7 @@ class PagedCache(Cache):
         self.groups += groups.values()
         super().__init__(layers=layers)
         self._own_layers()
-        if self.config.disk_cache:
+        if self.config.disk_cache and self._store is not None:
             with self._lock:
                 self._store.open_disk(self, state.spec)
         self._release_when_gone()

@@ -217,8 +217,8 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
             f"{which} exclude each other: each says how older tokens are stored; delete all but one"
         )
     disk, prefix = given.get("disk_cache"), given.get("prefix_cache")
-    are_legal = disk and prefix and not {"disk_cache", "prefix_cache"} & set(bad)
-    if are_legal and disk.value is not False and not prefix.value:
+    are_legal = not {"disk_cache", "prefix_cache"} & set(bad)
+    if are_legal and disk and prefix and disk.value is not False and not prefix.value:
         lines.append(
             f"{disk.path}{disk.place} keeps on disk what prefix_cache keeps, and needs it; "
             f"delete {prefix.path}: {prefix.shown()}{prefix.place}, or make it true"

@@ -110,9 +110,9 @@ def _reopen(group: LayerGroup, row: Sequence, block: StoredBlock) -> StoredBlock
     else:
         (index,) = blocks.allocate(Tier.HOT, 1)
     try:
-        sources = arena.pools if is_here else arena.host.pools
+        sources = arena.pools if is_here else arena.cpu_tier.pools
         if not is_here:
-            arena.host.wait()
+            arena.cpu_tier.wait()
         for layer, pool in arena.pools.items():
             pool.fit(arena.capacity())
             reopen_block(sources[layer].blocks, block.tier, block.index, pool.blocks, index)

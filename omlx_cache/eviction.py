@@ -66,15 +66,19 @@ class Evictor:
         Raises:
             OutOfBlocksError: they will not; nothing is changed.
         """
-        blocks, host = self._arena.blocks, self._arena.host
-        if not self.policy.drops and host.blocks.num_free is not None:
-            free = blocks.num_free + host.blocks.num_free
-            if worst > free:
-                total = blocks.max_blocks + host.blocks.max_blocks
-                raise OutOfBlocksError(worst, free, total, "max_gpu_blocks + max_cpu_blocks")
+        blocks, bound = self._arena.blocks, self._arena.blocks.max_blocks
+        if bound is None:
+            return
+        if not self.policy.drops:
+            there = self._arena.cpu_tier.blocks
+            if there.max_blocks is not None:
+                total = bound + there.max_blocks
+                free = total - blocks.num_used - there.num_used
+                if worst > free:
+                    raise OutOfBlocksError(worst, free, total, "max_gpu_blocks + max_cpu_blocks")
         needed = self._must_stay(steps)
-        if needed > blocks.max_blocks:
-            raise OutOfBlocksError(needed, blocks.max_blocks, blocks.max_blocks)
+        if needed > bound:
+            raise OutOfBlocksError(needed, bound, bound)
 
     def _must_stay(self, steps: SequenceType[SequenceType[int]]) -> int:
         """Return how many blocks can't leave in the worst of several steps, the new ones included.
@@ -104,14 +108,14 @@ class Evictor:
         Raises:
             OutOfBlocksError: too few can leave; nothing is changed.
         """
-        free = self._arena.blocks.num_free
-        if free is None or count <= free or not self.can_make_room:
+        free, bound = self._arena.blocks.num_free, self._arena.blocks.max_blocks
+        if free is None or bound is None or count <= free or not self.can_make_room:
             return self._arena.blocks.require(count)
         lengths = [row.length for row in self._rows] if lengths is None else lengths
         leaving = self.policy.least_valuable(self.candidates(lengths), count - free)
         host = self._arena.host
         if len(leaving) < count - free:
-            raise OutOfBlocksError(count, free + len(leaving), self._arena.blocks.max_blocks)
+            raise OutOfBlocksError(count, free + len(leaving), bound)
         if host is None:
             self._drop(leaving)
         else:
@@ -121,12 +125,12 @@ class Evictor:
         return None
 
     def _make_room_on_host(self, count: int, lengths: SequenceType[int]) -> None:
-        host = self._arena.host.blocks
-        free = host.num_free
-        if free is None or count <= free:
+        blocks = self._arena.cpu_tier.blocks
+        free, bound = blocks.num_free, blocks.max_blocks
+        if free is None or bound is None or count <= free:
             return
         if not self.policy.drops:
-            raise OutOfBlocksError(count, free, host.max_blocks, "max_cpu_blocks")
+            raise OutOfBlocksError(count, free, bound, "max_cpu_blocks")
         there = self.candidates(lengths, offloaded=True)
         self._drop(self.policy.least_valuable(there, count - free))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -61,6 +62,8 @@ def attend_in_parts(
     ends = metas[0].query_start_loc[1:].long() - 1  # row of each sequence's newest query
     shares = []
     for meta, mass, lse in zip(metas, masses, lses, strict=True):
+        if mass is None:
+            continue
         share = (lse - total).exp().nan_to_num(0.0)[ends]  # no key at all: -inf less -inf
         shares.append(mass * share[meta.splits[:, 0].to(q.device).long()])
     return out, torch.cat(shares)
@@ -95,15 +98,12 @@ def attend_on_host(
         near = q.to(CPU)
     elif q.device != CPU:
         blocks, meta = copied_to(q.device, blocks, meta)
-    written = {"split_mass": split_mass, "lse": lse}
-    there = {
-        name: None if x is None else torch.empty_like(x, device=near.device)
-        for name, x in written.items()
-    }
-    out = ops.paged_attention(near, blocks, meta, **there, **scoring)
-    for name, x in written.items():
-        if x is not None:
-            x.copy_(there[name])
+    near_lse = torch.empty_like(lse, device=near.device)
+    near_mass = None if split_mass is None else torch.empty_like(split_mass, device=near.device)
+    out = ops.paged_attention(near, blocks, meta, split_mass=near_mass, lse=near_lse, **scoring)
+    lse.copy_(near_lse)
+    if split_mass is not None and near_mass is not None:
+        split_mass.copy_(near_mass)
     return out.to(q.device)
 
 
@@ -136,4 +136,5 @@ def copied_to(
     }
     sinks = {name: part.to(device) for name, part in blocks.sink.tensors().items()}
     copied["sink"] = replace(blocks.sink, **sinks)
-    return LayerBlocks(**copied), replace(meta, **send(arrays, device))
+    sent: dict[str, Any] = send(arrays, device)
+    return LayerBlocks(**copied), replace(meta, **sent)

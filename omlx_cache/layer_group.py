@@ -211,7 +211,7 @@ class LayerGroup:
             asking = [
                 (row, int(at)) for row, at, n in zip(self.rows, ends, new_tokens, strict=True) if n
             ]
-            self.promise = StepPromise(self.arena.host, asking)
+            self.promise = StepPromise(self.arena.cpu_tier, asking)
 
     def _split_size(self, row_blocks: list[int], device: torch.device) -> int:
         """Return the blocks of a decode split: sized for a GPU; elsewhere a row is not split.

@@ -21,7 +21,7 @@ from omlx_cache.patching import report
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
-_GAUGES: dict[str, tuple[str, Callable[[CacheReport], float]]] = {
+_GAUGES: dict[str, tuple[str, Callable[[CacheReport], float | None]]] = {
     "peak_bytes": ("The most bytes that were ever allocated at once.", lambda r: r.peak_bytes),
     "unquantized_bytes": (
         "Bytes that the same tokens would take unpaged in the model's dtype.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,14 +56,14 @@ class PagedLayer(CacheLayerMixin):
         """A copy of all keys, [rows, kv_heads, columns, head_dim]; slow, see `read_back`."""
         return self._read_back()[0]
 
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_tensor(tensor)
+
     @property
     def values(self) -> torch.Tensor | None:
         """A copy of all values, like `keys`."""
         return self._read_back()[1]
-
-    @keys.setter
-    def keys(self, tensor: torch.Tensor | None) -> None:
-        self._refuse_tensor(tensor)
 
     @values.setter
     def values(self, tensor: torch.Tensor | None) -> None:
@@ -179,31 +179,33 @@ class PagedLayer(CacheLayerMixin):
         group, step = self.group, self.group.running_step
         blocks, tables = self.stored.blocks, step.tables(query.device)
         batch, heads, columns, dim = query.shape
-        (q, *operands), sight = self.operands(query)
-        scoring = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
+        (q, *_), sight = self.operands(query)
+        scoring: dict[str, Any] = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
         scoring |= {"softcap": softcap, "window_size": sight.pop("window_size")}
         logits = None if sink_logits is None else sink_logits.detach()
-        here = partial(ops.paged_attention, q, *operands, **sight, **scoring, sink_logits=logits)
+        here = partial(
+            ops.paged_attention, q, blocks, tables.meta, **sight, **scoring, sink_logits=logits
+        )
         there = step.host_tables()
         if there is None:
             mass = new_mass(tables.meta, q) if group.watches_mass else None
             out = here(split_mass=mass)
         else:
-            offloaded = partial(attend_on_host, group.arena.host, self.index, q, **scoring)
+            offloaded = partial(attend_on_host, group.arena.cpu_tier, self.index, q, **scoring)
             metas = tables.meta, there.meta
             out, mass = attend_in_parts(q, metas, here, offloaded, group.watches_mass)
         if group.promise is not None:
             group.promise.add(self.index, q, sm_scale)
-        if group.observer is not None:
+        if group.observer is not None and mass is not None:
             group.observer(self.index, tables.meta, mass[: tables.meta.splits.shape[0]])
-        if group.mass is not None:
+        if group.mass is not None and mass is not None:
             group.mass.add(mass)
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)
             out = padded.index_copy_(0, tables.token_index, out)
         convert(blocks, tables.convert)
         if there is not None:
-            convert(group.arena.host.fitted(self.index).blocks, there.convert)
+            convert(group.arena.cpu_tier.fitted(self.index).blocks, there.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
 
     def operands(self, query: torch.Tensor) -> tuple[tuple, dict]:

@@ -261,7 +261,10 @@ class StepPlan:
             sequence, length = row.sequence, row.length
             if sequence.offloaded:
                 sequence.offloaded = self._kept(
-                    sequence.offloaded, length, self.offloaded_conversions, self._host.blocks
+                    sequence.offloaded,
+                    length,
+                    self.offloaded_conversions,
+                    self._arena.cpu_tier.blocks,
                 )
             sequence.length, sequence.sink_page, sequence.blocks = length, row.sink_page, kept
             if self._release:
@@ -274,7 +277,7 @@ class StepPlan:
         for new in self.conversions.values():
             _cancel(self._blocks, new)
         for new in self.offloaded_conversions.values():
-            _cancel(self._host.blocks, new)
+            _cancel(self._arena.cpu_tier.blocks, new)
         for row in self.rows:
             for block in row.taken:
                 self._blocks.release(block.tier, block.index)
@@ -287,7 +290,8 @@ class StepPlan:
 
         None instead of a start is the sink page. Those of `host_tables` follow.
         """
-        here, there = [], []
+        here: list[tuple[int, int | None]] = []
+        there: list[tuple[int, int | None]] = []
         for i, row in enumerate(self.rows):
             here += [] if row.sink_page is None else [(i, None)]
             here += [(i, b.start) for t in BLOCK_TIERS for b in row.blocks if b.tier is t]

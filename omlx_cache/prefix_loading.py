@@ -115,7 +115,7 @@ class PrefixLoader:
         """Take a block for each place, in their order, as far as there is room."""
         taken: dict[_Place, StoredBlock] = {}
         for chunk, i in missing:
-            metadata = self._found[chunk.digest, i]
+            metadata = self._described(chunk, i)
             tier = Tier[metadata["tier"]]
             try:
                 (index,) = self._allocator(i, tier).allocate(tier, 1)
@@ -125,7 +125,7 @@ class PrefixLoader:
             taken[chunk, i] = StoredBlock(chunk.start, tier, index)
         for (chunk, i), _ in taken.items():
             arena, geometry = self._groups[i].arena, self._groups[i].geometry
-            metadata = self._found[chunk.digest, i]
+            metadata = self._described(chunk, i)
             self._disk.make_pools(arena, metadata, geometry.block_size, geometry.sink_tokens)
         for group in self._groups:
             for pool in group.pools:
@@ -234,6 +234,12 @@ class PrefixLoader:
     def _in_memory(self, chunk: _Chunk, group: int) -> StoredBlock | None:
         node = self._nodes.get(chunk.digest)
         return None if node is None else kept_block(self._groups[group].arena, node)
+
+    def _described(self, chunk: _Chunk, group: int) -> dict[str, str]:
+        metadata = self._found[chunk.digest, group]
+        if metadata is None:
+            raise KeyError(f"no block of group {group} from token {chunk.start} on is on the disk")
+        return metadata
 
     def _on_disk(self, chunk: _Chunk, group: int) -> dict[str, str] | None:
         key = chunk.digest, group

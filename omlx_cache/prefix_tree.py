@@ -40,7 +40,7 @@ class PrefixNode:
     def __init__(self, parent: PrefixNode | None, start: int, tokens: np.ndarray) -> None:
         self.parent, self.start, self.tokens = parent, start, tokens
         self.children: dict[bytes, PrefixNode] = {}
-        self.digest = ROOT_DIGEST if parent is None else next_digest(parent.digest, tokens)
+        self.digest: bytes = ROOT_DIGEST if parent is None else next_digest(parent.digest, tokens)
 
     @property
     def end(self) -> int:

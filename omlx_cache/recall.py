@@ -71,9 +71,12 @@ class StepPromise:
             q: [num_tokens, num_q_heads, head_dim].
             sm_scale: factor on the scores.
         """
+        bounds = self._host.bounds
+        if bounds is None:
+            raise RuntimeError("StepPromise: recall needs the bounds of the keys in CPU memory")
         queries = q[[at for _, at, _ in self._rows]].float().cpu()
         for i, (_, _, blocks) in enumerate(self._rows):
-            best = self._host.bounds.best_scores(layer, blocks, queries[i]) * sm_scale
+            best = bounds.best_scores(layer, blocks, queries[i]) * sm_scale
             self._sums[i] += best.softmax(0).mean(1)
 
     def of_rows(self) -> list[tuple[Sequence, dict[int, float]]]:

@@ -59,7 +59,9 @@ def describe_rows(group: LayerGroup, contents: Contents) -> dict:
     rows = [
         {
             "length": row.length,
-            "sink_page": contents.places[DEVICE, Tier.SINK].get(row.sink_page),
+            "sink_page": None
+            if row.sink_page is None
+            else contents.places[DEVICE, Tier.SINK].get(row.sink_page),
             "blocks": [*described(DEVICE, row.blocks), *described(CPU, row.offloaded)],
             "dropped": sorted(row.dropped),
             "mass": sorted(row.mass.items()),

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 from rich.console import Console
+from rich.status import Status
 
 import omlx_cache
 from omlx_cache.tools.chat_answer import printable, status_line
@@ -39,7 +40,7 @@ class Loop:
 
     def __init__(self, room: ChatRoom, out: Console, notes: Console) -> None:
         self._room, self._out, self._notes = room, out, notes
-        self._waiting = None
+        self._waiting: Status | None = None
 
     def pipe(self) -> None:
         """Take one message a line from standard input, up to its end.
@@ -137,7 +138,7 @@ def _lines() -> Iterator[str]:
                 raise ValueError("a zero byte")
             yield data.decode("utf-8-sig" if number == 1 else "utf-8")
         except ValueError as error:
-            reason = str(error) if not isinstance(error, UnicodeError) else error.reason
+            reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
             raise WrongSettingError(
                 f"standard input must be UTF-8 text, one message a line, got {reason} in line "
                 f"{number}; convert it, e.g. iconv -f latin1 -t utf-8"
