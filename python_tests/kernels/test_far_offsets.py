@@ -15,7 +15,7 @@ import torch
 from triton_device import DEVICE, INTERPRETED, needs_device
 
 from omlx_kernels import ops
-from omlx_kernels.layout import BLOCK_TIERS, BlockFormat
+from omlx_kernels.layout import BLOCK_TIERS, BlockFormat, Tier, TierBlocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
@@ -56,3 +56,22 @@ def test_append_copy_and_attention(tier, new):
 def test_convert(pair):
     with ops.use_implementation("triton"):
         op_checks.check_convert(CPU, torch.float16, 64, *pair, FAR)
+
+
+def test_copy_between_ends():
+    # It copies 32-bit words, of which the pools above have half as many.
+    size = 64 * 64 * 2 // 4
+    fmt = BlockFormat(64, 4, 1, 64, torch.float16)
+    k = fmt.allocate(Tier.HOT, 2, CPU).k
+    try:
+        k = k.new_empty(2**31 // size + 4, *k.shape[1:])
+    except RuntimeError as error:
+        pytest.skip(f"no address space for {2**31} words: {error}")
+    k[1].normal_()
+    last = len(k) - 1
+    ids = torch.tensor([1, last, last - 1], dtype=torch.int32)
+    with ops.use_implementation("triton"):
+        ops.copy_blocks(TierBlocks(k, k), ids[:1], ids[1:2])
+        ops.copy_blocks(TierBlocks(k, k), ids[1:2], ids[2:])
+    assert torch.equal(k[last], k[1])
+    assert torch.equal(k[last - 1], k[1])
