@@ -137,8 +137,8 @@ class PerTokenInt8:
             enable_fp_fusion=True,
         )  # fmt: skip
         _merge_splits_kernel[(seqs, q_heads)](
-            partial, lse, None, out, None, self.query_start_loc, self.split_starts, ROTATED=False,
-            Q_HEADS=q_heads, HEAD_DIM=dim, BLOCK_D=dim, BLOCK_S=16, num_warps=4,
+            partial, lse, None, out, None, None, self.query_start_loc, self.split_starts,
+            ROTATED=False, Q_HEADS=q_heads, HEAD_DIM=dim, BLOCK_D=dim, BLOCK_S=16, num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
         return out

@@ -212,8 +212,8 @@ def test_one_head_of_one_sequence_is_shared_by_torchs_number_of_threads(threads)
     for _ in range(400):
         native.paged_attention(case.q, case.blocks, case.meta, sm_scale=0.1)
     ran = [ns - before.get(name, 0) for name, ns in thread_times().items()]
-    if threads == 1:
-        assert sum(ns > 0 for ns in ran) == 1
+    if threads == 1:  # a thread of the test runner may have woken to wait on
+        assert sum(ns > max(ran) / 50 for ns in ran) == 1
         return
     # Who gets a core, and when, is up to the machine: all are woken, at least two do much of it.
     assert sum(ns > 0 for ns in ran) >= threads
