@@ -18,7 +18,7 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ 
 _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|toml|txt|yaml)")
-_TOP = {p.name for p in ROOT.iterdir()} | {"Makefile"}
+_TOP = {p.name for p in ROOT.iterdir()} - {".venv"} | {"Makefile"}
 
 
 @dataclass(frozen=True)
