@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ class Terminal:
         self.pid, self._descriptor = pty.fork()
         if not self.pid:
             os.environ["TERM"] = "xterm"
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it
             os.execv(command[0], command)
 
     def type(self, keys: bytes) -> None:
