@@ -146,15 +146,9 @@ class PagedCache(Cache):
 
     def _arena(self, key: Hashable) -> BlockArena:
         if self._store is None:
-            return BlockArena(self.config.max_gpu_blocks, self._host_tier())
+            return BlockArena(self.config.max_gpu_blocks, HostTier.from_config(self.config))
         with self._lock:
             return self._store.arena(key)
-
-    def _host_tier(self) -> HostTier | None:
-        if not self.config.cpu_offload:
-            return None
-        keeps_bounds = self.config.recall == "topk"
-        return HostTier(self.config.max_cpu_blocks, keeps_bounds=keeps_bounds)
 
     def valid_columns(
         self, attention_mask: torch.Tensor | None, batch_size: int, columns: int

@@ -2,18 +2,20 @@
 
 A block moves as it is, in the precision that it has. It stays part of its rows, and goes on
 getting colder there. It is copied on the device's current stream, before anything can be written
-to where it was; `HostTier.wait` lets the CPU look only at what has arrived.
+to where it was; `HostTier.wait` lets the CPU look only at what has arrived, and write only to what
+has left. A block that comes back goes the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
+from omlx_cache.config import CacheConfig
 from omlx_cache.key_bounds import KeyBounds
 from omlx_cache.sequences import StoredBlock
 from omlx_kernels.layout import BLOCK_TIERS, Tier
@@ -41,7 +43,14 @@ class HostTier:
         self.pools: dict[int, LayerPool] = {}
         self.meter = MemoryMeter()
         self.bounds = KeyBounds() if keeps_bounds else None
-        self._arriving: list[torch.cuda.Event] = []
+        self._copying: list[torch.cuda.Event] = []
+
+    @classmethod
+    def from_config(cls, config: CacheConfig) -> HostTier | None:
+        """Return what ``cpu_offload`` asks for; None: no block may move."""
+        if not config.cpu_offload:
+            return None
+        return cls(config.max_cpu_blocks, keeps_bounds=config.recall == "topk")
 
     def __deepcopy__(self, memo: dict) -> HostTier:
         self.wait()
@@ -78,9 +87,29 @@ class HostTier:
             for block in copies:
                 self.blocks.release(block.tier, block.index)
             raise
-        devices = {pool.device for pool in pools.values() if pool.device.type == "cuda"}
-        self._arriving += [_recorded(device) for device in devices]
+        self._note_copies(pools)
         return copies
+
+    def give(
+        self, pools: Mapping[int, LayerPool], pairs: Mapping[StoredBlock, StoredBlock]
+    ) -> None:
+        """Copy blocks into the device's pools, which have room for them.
+
+        Args:
+            pools: of the device, by layer.
+            pairs: each block here, and its place on the device.
+        """
+        for layer, pool in pools.items():
+            own = self.pools[layer].blocks
+            for old, new in pairs.items():
+                targets = pool.blocks.tier(new.tier).tensors()
+                for part, source in own.tier(old.tier).tensors().items():
+                    targets[part][new.index].copy_(source[old.index], non_blocking=True)
+        self._note_copies(pools)
+
+    def _note_copies(self, pools: Mapping[int, LayerPool]) -> None:
+        devices = {pool.device for pool in pools.values() if pool.device.type == "cuda"}
+        self._copying += [_recorded(device) for device in devices]
 
     def pool(self, layer: int, like: LayerPool) -> LayerPool:
         """Return the tensors of a layer; made on first use, for blocks like those on its device."""
@@ -91,8 +120,11 @@ class HostTier:
 
     def fitted(self, layer: int) -> LayerPool:
         """Return the tensors of a layer, with room for every id."""
-        self.pools[layer].fit(self.capacity())
-        return self.pools[layer]
+        pool, capacity = self.pools[layer], self.capacity()
+        if not pool.fits(capacity):
+            self.wait()  # the content moves
+            pool.fit(capacity)
+        return pool
 
     def _receive(
         self, layer: int, pool: LayerPool, moves: list[tuple[StoredBlock, StoredBlock]]
@@ -112,9 +144,16 @@ class HostTier:
                     self.bounds.put(layer, tier, new, k)
 
     def wait(self) -> None:
-        """Wait until every block that was taken has arrived."""
-        while self._arriving:
-            self._arriving.pop().synchronize()
+        """Wait until every block that was taken has arrived, and every one given has left."""
+        while self._copying:
+            self._copying.pop().synchronize()
+
+    def note_bounds(self, layer: int, tier: Tier, indices: Sequence[int]) -> None:
+        """Note the bounds of the keys of blocks that were written here, where they are kept."""
+        if self.bounds is not None and indices:
+            keys, _ = read_blocks(self.pools[layer].blocks.tier(tier), tier, indices, torch.float32)
+            for index, k in zip(indices, keys, strict=True):
+                self.bounds.put(layer, tier, index, k)
 
     def settle(self) -> dict[Tier, dict[int, int]]:
         """Close the gaps that released blocks have left, and give their memory back.

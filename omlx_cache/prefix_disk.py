@@ -40,11 +40,10 @@ import platformdirs
 import torch
 from torch import nn
 
-from omlx_cache.block_arena import BlockArena
+from omlx_cache.block_arena import BlockArena, Held
 from omlx_cache.block_pool import LayerPool, MemoryMeter
 from omlx_cache.devices import device_of
 from omlx_cache.prefix_tree import PrefixNode
-from omlx_cache.sequences import StoredBlock
 from omlx_cache.storage.background import BackgroundJobs
 from omlx_cache.storage.block_files import BlockFiles
 from omlx_cache.storage.block_tensors import CopiedBlock, copy_block, raw_to_block
@@ -140,12 +139,12 @@ class PrefixDisk:
         Returns:
             Whether it is there, or on its way.
         """
-        block, key = kept_block(arena, node), _key(node.digest, group)
-        if block is None or self._known.get(key) is block.tier:
+        held, key = arena.kept(node), _key(node.digest, group)
+        if held is None or self._known.get(key) is held.block.tier:
             return True
+        block, pools = held.block, held.pools
         if block.tier is Tier.HOT and may_age:
             return False
-        pools = pools_of(arena)
         size = sum(pool.format.bytes_per_block(block.tier) for pool in pools)
         if not (self._jobs.is_idle if self._is_failing else self._jobs.has_room(size)):
             return False
@@ -255,8 +254,8 @@ class PrefixDisk:
         """Believe no more that a block is on the disk: it is written when it is kept again."""
         self._known.pop(_key(digest, group), None)
 
-    def read(self, node: PrefixNode, group: int, arena: BlockArena, block: StoredBlock) -> bool:
-        """Read the block of a node into a free block of an arena, for which the pools have room.
+    def read(self, node: PrefixNode, group: int, place: Held) -> bool:
+        """Read the block of a node into a free block, for which the pools have room.
 
         Returns:
             Whether it is whole and what was asked for.
@@ -266,10 +265,11 @@ class PrefixDisk:
         if found is None:
             self._known.pop(key, None)
             return False
+        block = place.block
         if found.metadata.get("tier") != block.tier.name:  # another process has just replaced it
             return False
         try:
-            raw_to_block(found.tensors, pools_of(arena), block.tier, block.index, len(node.tokens))
+            raw_to_block(found.tensors, place.pools, block.tier, block.index, len(node.tokens))
         except ValueError as error:
             logger.warning(
                 "disk cache: a block in %s is not used: %s", self._files.directory, error
@@ -283,27 +283,13 @@ class PrefixDisk:
         self, arena: BlockArena, metadata: dict[str, str], size: int, sinks: int
     ) -> None:
         """Give an arena, in which no layer has run yet, the pools that a block was written from."""
-        if arena.pools:
-            return
-        for i, heads, dim, dtype in json.loads(metadata["layers"]):
-            block_format = BlockFormat(size, sinks, heads, dim, DTYPE_OF[dtype])
-            arena.pools[i] = LayerPool(block_format, self._devices[i], self._meter)
-
-
-def kept_block(arena: BlockArena, node: PrefixNode) -> StoredBlock | None:
-    """Return the block (or sink page) that an arena keeps of a node."""
-    return arena.known_blocks.get(node) or arena.known_pages.get(node)
-
-
-def keep(arena: BlockArena, node: PrefixNode, block: StoredBlock) -> None:
-    """Let an arena keep a block (or sink page) of a node, as `kept_block` finds it."""
-    kept = arena.known_pages if block.tier is Tier.SINK else arena.known_blocks
-    kept.keep(node, block)
-
-
-def pools_of(arena: BlockArena) -> list[LayerPool]:
-    """Return the pools of an arena in the order of the layers."""
-    return [pool for _, pool in sorted(arena.pools.items())]
+        if not arena.pools:
+            for i, heads, dim, dtype in json.loads(metadata["layers"]):
+                block_format = BlockFormat(size, sinks, heads, dim, DTYPE_OF[dtype])
+                arena.pools[i] = LayerPool(block_format, self._devices[i], self._meter)
+        if arena.host is not None:
+            for i, pool in arena.pools.items():
+                arena.host.pool(i, pool)
 
 
 def _key(digest: bytes, group: int) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,15 +21,18 @@ import numpy as np
 from omlx_cache.block_arena import BlockArena
 from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.config import CacheConfig
+from omlx_cache.host_tier import HostTier
 from omlx_cache.kept_blocks import KeptBlocks
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.policy.choice import ages
-from omlx_cache.prefix_disk import PrefixDisk, kept_block
+from omlx_cache.prefix_disk import PrefixDisk
 from omlx_cache.prefix_loading import PrefixLoader
+from omlx_cache.prefix_places import come_back
 from omlx_cache.prefix_tree import PrefixNode, PrefixTree
 from omlx_cache.sequences import Sequence as Row
 from omlx_cache.sequences import StoredBlock
 from omlx_cache.step_lock import StepLock
+from omlx_cache.tier_moves import move_idle
 from omlx_kernels.layout import Tier
 
 if TYPE_CHECKING:
@@ -75,11 +79,15 @@ class PrefixStore:
     def arena(self, key: Hashable) -> BlockArena:
         """Return the arena of the layer groups with a window, made on first use."""
         if key not in self._arenas:
-            arena = self._arenas[key] = BlockArena(self.config.max_gpu_blocks)
-            bound = self.config.prefix_cache_blocks
-            arena.kept_blocks = KeptBlocks(arena.blocks, bound, self._prune)
+            host = HostTier.from_config(self.config)
+            arena = self._arenas[key] = BlockArena(self.config.max_gpu_blocks, host)
+            bound, away = self.config.prefix_cache_blocks, None if host is None else host.blocks
+            kept = arena.kept_blocks = KeptBlocks(arena.blocks, bound, self._prune, away)
             arena.kept_pages = KeptBlocks(arena.pages, None)
-            arena.blocks.reclaim = arena.kept_blocks.reclaim
+            arena.blocks.reclaim = kept.reclaim
+            if host is not None:
+                arena.blocks.reclaim = partial(move_idle, arena)
+                host.blocks.reclaim = partial(kept.reclaim, is_away=True)
         return self._arenas[key]
 
     @property
@@ -114,6 +122,7 @@ class PrefixStore:
         texts = [row[real][:-1] for row, real in zip(ids, valid, strict=True)]
         if self.disk is not None and not self._is_closed:
             PrefixLoader(self.tree, self.disk, groups, self._is_hot, self._prune).load(texts)
+        self._come_back(texts, groups, valid.sum(1).tolist())
         known = [self.find(text, groups) for text in texts]
         lengths = np.array([prefix.length for prefix in known])
         missing = valid & (valid.cumsum(1) > lengths[:, None])
@@ -124,6 +133,20 @@ class PrefixStore:
         for group in groups:
             group.arena.known_blocks.trim()  # of what was loaded, the rows hold what they need
         return (columns, lengths) if columns else (0, np.zeros_like(lengths))
+
+    def _come_back(
+        self, texts: Sequence[np.ndarray], groups: Sequence[LayerGroup], lengths: Sequence[int]
+    ) -> None:
+        """Bring what is known of prompts back to the device, as far as there is room."""
+        paths = [self.tree.match(text, self._is_hot) for text in texts]
+        for group in groups:
+            geometry, wanted, reserve = group.geometry, [], 0
+            for path, length in zip(paths, lengths, strict=True):
+                known = path[-1][0].start + path[-1][1] if path else 0
+                first = geometry.first_live(known)
+                wanted += [node for node, _ in path if node.start >= first]
+                reserve += geometry.num_blocks(length) - geometry.num_full(known)
+            come_back(group.arena, wanted, reserve)
 
     def find(self, ids: np.ndarray, groups: Sequence[LayerGroup]) -> Prefix:
         """Find the longest beginning of a text whose blocks are all there.
@@ -149,7 +172,8 @@ class PrefixStore:
             group.arena.share(rows)
             group.rows = rows
             for prefix, row in zip(prefixes, rows, strict=True):
-                self._touch(group, prefix.nodes, {block.start for block in row.blocks})
+                starts = {block.start for block in (*row.blocks, *row.offloaded)}
+                self._touch(group, prefix.nodes, starts)
 
     @staticmethod
     def _touch(group: LayerGroup, nodes: Sequence[PrefixNode], starts: Container[int]) -> None:
@@ -164,16 +188,20 @@ class PrefixStore:
         row = Row(length)
         for node in nodes:
             if self._is_sinks(node):
-                block = group.arena.known_pages.get(node)
-                row.sink_page = None if block is None else block.index
+                page = group.arena.known_pages.get(node)
+                if page is None:
+                    return None
+                row.sink_page = page.index
             elif not group.geometry.is_released(StoredBlock(node.start, Tier.HOT, 0), length):
-                block = group.arena.known_blocks.get(node)
-                if block is not None:
-                    row.blocks.append(block)
-            else:
-                continue
-            if block is None:
-                return None
+                kept = group.arena.known_blocks.find(node)
+                if kept is None:
+                    return None
+                if not kept.is_away:
+                    row.blocks.append(kept.block)
+                elif node.start + self.config.block_size <= length:
+                    row.offloaded.append(kept.block)
+                else:  # it is to be written to, which the CPU's memory isn't for
+                    return None
         return row if not (sinks and length) or row.sink_page is not None else None
 
     def keep(
@@ -189,8 +217,9 @@ class PrefixStore:
         if self._is_closed:
             return
         for i, ids in texts.items():
-            known = min(len(ids), groups[0].rows[i].length)
-            self._keep_row(groups, i, ids[:known], partial)
+            whole = [row.whole for row in (group.rows[i] for group in groups)]
+            known = min([len(ids), groups[0].rows[i].length, *(n for n in whole if n is not None)])
+            self._keep_row(groups, i, ids[:known], partial and set(whole) == {None})
         for group in groups:
             group.arena.known_blocks.trim()
             group.arena.settle()
@@ -198,7 +227,7 @@ class PrefixStore:
     def _keep_row(
         self, groups: Sequence[LayerGroup], i: int, ids: np.ndarray, partial: bool
     ) -> None:
-        stored = [{block.start: block for block in group.rows[i].blocks} for group in groups]
+        stored = [_blocks_of(group.rows[i]) for group in groups]
         node, path = self.tree.root, []
         for chunk in self.tree.chunks(ids):
             at_sinks = node is self.tree.root and self.config.sink_tokens
@@ -214,7 +243,8 @@ class PrefixStore:
                 if at_sinks and page is not None:
                     group.arena.known_pages.keep(node, StoredBlock(0, Tier.SINK, page))
                 elif node.start in blocks:
-                    group.arena.known_blocks.keep(node, blocks[node.start])
+                    block, is_away = blocks[node.start]
+                    group.arena.known_blocks.keep(node, block, is_away=is_away)
                 if self.disk is not None:
                     may_age = not partial and ages(group.policy)
                     self.disk.offer(node, number, group.arena, may_age=may_age)
@@ -243,7 +273,7 @@ class PrefixStore:
             (node, number, arena)
             for node in self.tree
             for number, arena in enumerate(self.arenas)
-            if kept_block(arena, node) is not None
+            if arena.kept(node) is not None
         ]
 
     def close(self) -> None:
@@ -284,11 +314,11 @@ class PrefixStore:
 
     def _is_hot(self, node: PrefixNode) -> bool:
         """Whether every arena has the block of a node in the model's dtype: it can be cut."""
-        blocks = [arena.known_blocks.get(node) for arena in self.arenas]
-        return all(block is not None and block.tier is Tier.HOT for block in blocks)
+        found = [arena.known_blocks.find(node) for arena in self.arenas]
+        return all(kept is not None and kept.block.tier is Tier.HOT for kept in found)
 
     def _is_whole(self, node: PrefixNode) -> bool:
-        return all(arena.known_blocks.get(node) for arena in self.arenas)
+        return all(arena.known_blocks.find(node) for arena in self.arenas)
 
     def _forget(self, node: PrefixNode) -> None:
         for arena in self.arenas:
@@ -298,7 +328,7 @@ class PrefixStore:
     def _prune(self, node: PrefixNode) -> None:
         """Forget a node without blocks and children, and its parents likewise."""
         while node.parent is not None and not node.children:
-            if any(arena.known_blocks.get(node) for arena in self.arenas):
+            if any(arena.known_blocks.find(node) for arena in self.arenas):
                 return
             for arena in self.arenas:
                 arena.known_pages.drop(node)
@@ -306,3 +336,9 @@ class PrefixStore:
                 return
             self.tree.remove(node)
             node = node.parent
+
+
+def _blocks_of(row: Row) -> dict[int, tuple[StoredBlock, bool]]:
+    """Return a row's blocks by their starts, each with whether it is in CPU memory."""
+    here = {block.start: (block, False) for block in row.blocks}
+    return here | {block.start: (block, True) for block in row.offloaded}

@@ -37,11 +37,11 @@ def landed(draw):
         "max_cpu_blocks": draw(st.none() | st.integers(1, 10**6)) if offload else None,
         "recall": draw(st.sampled_from(["all", "topk"])),
         "recall_blocks": draw(st.integers(1, 10**6)),
-        "disk_cache": False if offload or pruning else draw(st.sampled_from([False, True, "/x"])),
+        "disk_cache": draw(st.sampled_from([False, True, "/x"])),
         "max_disk_bytes": draw(st.none() | st.integers(1, 10**12)),
         "recent_tokens": draw(st.integers(0, 10**6)),
         "prefill_chunk": draw(st.none() | st.integers(1, 10**6)),
-        "prefix_cache": not offload and pruning is None and draw(st.booleans()),
+        "prefix_cache": draw(st.booleans()),
         "prefix_cache_blocks": draw(st.none() | st.integers(1, 10**6)),
         "model_bits": draw(st.sampled_from([None, 2, 3, 4, 8, 16, 32])),
         "cache_bits": draw(st.sampled_from([4, 8, 16, {"k": 8, "v": 4}, {"k": 4, "v": 4}])),
@@ -473,8 +473,6 @@ def test_several_errors_come_together_one_a_line():
     [
         ({"prune_ratio": 0.3}, "prune_ratio means nothing without pruning; set pruning to 'topk'"),
         ({"max_cpu_blocks": 3}, "max_cpu_blocks means nothing without cpu_offload"),
-        ({"prefix_cache": True, "pruning": "topk"}, "pruning can't be used with kv_cache.prefix"),
-        ({"prefix_cache": True, "cpu_offload": True}, "cpu_offload can't be used with"),
     ],
     ids=str,
 )
