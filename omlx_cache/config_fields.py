@@ -53,10 +53,10 @@ class ConfigFields(BaseModel):
         "kv_cache",
         None,
         "an integer of at least 1, or null (no bound)",
-        "The most blocks in CPU memory, counted as max_gpu_blocks is. When it is reached, what only "
-        "prefix_cache holds leaves first, the least recently used blocks (with disk_cache they are "
-        "read back from disk); then, with pruning, the least valuable are dropped; without, the "
-        "step raises OutOfBlocksError.",
+        "The most blocks in CPU memory, counted as max_gpu_blocks is. When it is reached, blocks "
+        "that only prefix_cache holds leave first, the least recently used ones (with disk_cache "
+        "they are read back from disk); then, with pruning, the least valuable are dropped; "
+        "without, the step raises OutOfBlocksError.",
     )
     recall: Literal["all", "topk"] = key(
         "kv_cache",
@@ -111,8 +111,8 @@ class ConfigFields(BaseModel):
         "Whether generate keeps the blocks of what it has read and written, and begins a later "
         "text that starts alike with them, so that only the rest is computed: the next turn of a "
         "chat, an edited history, a system prompt that several chats share. All caches of the "
-        "model then draw from one pool. What was read after pruning has dropped a part of the text, "
-        "or recall: topk has left one out, is not kept: it would not be what another call computes.",
+        "model then draw from one pool. What was read after pruning has dropped a part of the "
+        "text, or recall: topk has left one out, is not kept: another call would not compute it.",
     )
     prefix_cache_blocks: Positive | None = key(
         "kv_cache",
@@ -121,8 +121,8 @@ class ConfigFields(BaseModel):
         "With prefix_cache, the most blocks that are kept for later calls, counted once for each "
         "group of layers that share a block table; the least recently used leave first. A chat is "
         "continued without computing its history again while all of its blocks (in a window) are "
-        "kept. Kept blocks count against max_gpu_blocks. Where a step needs their room, they move to "
-        "CPU memory with cpu_offload, and come back when a text begins with them; without, they "
+        "kept. Kept blocks count against max_gpu_blocks. Where a step needs their room, they move "
+        "to CPU memory with cpu_offload, and come back when a text begins with them; without, they "
         "leave early. null: no bound of their own.",
     )
     model_bits: WeightBits | None = key(

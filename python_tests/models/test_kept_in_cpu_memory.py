@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from test_prefix_cache import counted, hold_chat, inputs_of, prompt_columns, reused
@@ -10,6 +12,7 @@ from tiny import greedy, random_ids, tiny_model
 import omlx_cache
 from omlx_cache.compat import cache_name
 from omlx_cache.patch_state import state_of
+from omlx_cache.storage.block_files import BlockFiles
 
 SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0, "prefix_cache": True}
 EXACT = SMALL | {"cache_bits": 16, "window_size": None}
@@ -160,3 +163,73 @@ def test_a_saved_cache_loads_into_both_places(tmp_path, recall):
         (row,) = loaded.groups[0].rows
         assert row.offloaded
         assert (row.whole is None) == (recall == "all")
+
+
+# ---------------------------------------------------------------- and from there to disk
+
+BOUNDED = AWAY | {"max_cpu_blocks": 4}
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_overflows_cpu_memory_is_read_back_from_disk(tmp_path, bits):
+    config = EXACT | BOUNDED | {"cache_bits": bits}
+    unbounded = omlx_cache.patch(tiny_model(), **EXACT | {"cache_bits": bits})
+    model = omlx_cache.patch(tiny_model(), **config, disk_cache=tmp_path)
+    texts = [random_ids(1, 190, seed=i) for i in range(6)]  # three blocks each, of which 9 fit
+    for again in range(3):
+        for i, ids in enumerate(texts):
+            texts[i] = say(model, ids, 3)
+            assert torch.equal(texts[i], say(unbounded, ids, 3))
+            assert reused(model) == (ids.shape[1] - 1 if again else 0)
+            assert (omlx_cache.report(model).blocks_from_disk > 0) == (again > 0)
+            assert arena_of(model).host.blocks.num_used <= 4
+
+
+def test_a_restarted_chat_fills_both_places_from_disk(tmp_path):
+    unbounded, text = omlx_cache.patch(tiny_model(), **EXACT), random_ids(1, 400)
+    expected = text
+    for turn in range(3):
+        model = omlx_cache.patch(tiny_model(), **EXACT | AWAY, disk_cache=tmp_path)
+        text = say(model, torch.cat([text, random_ids(1, 40, seed=turn)], 1))
+        expected = say(unbounded, torch.cat([expected, random_ids(1, 40, seed=turn)], 1))
+        assert torch.equal(text, expected)
+        assert reused(model) == (text.shape[1] - 46 if turn else 0)
+        assert arena_of(model).host.blocks.num_used > 0
+        assert omlx_cache.flush(model)
+
+
+def test_what_was_acknowledged_is_found_whatever_left_memory_since(tmp_path):
+    model = omlx_cache.patch(tiny_model(), **EXACT | BOUNDED, disk_cache=tmp_path)
+    first = say(model, random_ids(1, 300))
+    assert omlx_cache.flush(model)
+    for seed in range(1, 5):
+        say(model, random_ids(1, 300, seed=seed))  # nothing of the first text stays in memory
+    ids = torch.from_numpy(first[0].numpy())
+    assert len(state_of(model).store.tree.match(ids.numpy(), lambda node: False)) <= 1
+    for other in (model, omlx_cache.patch(tiny_model(), **EXACT | BOUNDED, disk_cache=tmp_path)):
+        say(other, first, 2)
+        assert reused(other) == first.shape[1] - 1
+
+
+def test_blocks_leave_memory_while_they_wait_to_be_written(tmp_path, monkeypatch):
+    may_write, put = threading.Event(), BlockFiles.put
+    monkeypatch.setattr(BlockFiles, "put", lambda *args: may_write.wait(60) and put(*args))
+    model = omlx_cache.patch(tiny_model(), **EXACT | BOUNDED, disk_cache=tmp_path)
+    texts = [say(model, random_ids(1, 190, seed=i), 2) for i in range(5)]
+    assert not list(tmp_path.glob("block-*"))
+    may_write.set()
+    assert omlx_cache.flush(model)
+    for ids in texts:  # those that had left before anything was written, too
+        say(model, ids, 2)
+        assert reused(model) == ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_is_never_written(tmp_path, loss):
+    model = omlx_cache.patch(tiny_model(), **EXACT | LOSSES[loss], disk_cache=tmp_path)
+    long, stock = random_ids(1, 700), tiny_model()
+    say(model, long, 20)
+    assert omlx_cache.flush(model)
+    model = omlx_cache.patch(tiny_model(), **EXACT, disk_cache=tmp_path)
+    assert torch.equal(say(model, long), say(stock, long))
+    assert 64 < reused(model) < 699
