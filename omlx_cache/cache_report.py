@@ -34,6 +34,9 @@ class CacheReport:
             and that were not computed again.
         blocks_from_disk: blocks that were read from the disk for them (``disk_cache``), over all
             layer groups, a sink page counted as one.
+        blocks_read_ahead: of those, the ones that were read, or being read, when they were needed
+            (``prefetch``).
+        read_ahead_seconds: what those would have taken to read.
         offloaded_blocks: blocks in CPU memory, over all layer groups (``cpu_offload``).
         offloaded_bytes: what they take there, free blocks included; not in ``total_bytes``.
         recall_hit_rate: share of the blocks that steps recalled which they would have chosen by
@@ -55,6 +58,8 @@ class CacheReport:
     num_sequences: int
     reused_tokens: int
     blocks_from_disk: int
+    blocks_read_ahead: int
+    read_ahead_seconds: float
     offloaded_blocks: int
     offloaded_bytes: int
     recall_hit_rate: float | None
@@ -113,7 +118,9 @@ def report_of(cache: PagedCache) -> CacheReport:
         seen_tokens=sum(row.length for row in first.rows),
         num_sequences=len(first.rows),
         reused_tokens=cache.reused_tokens,
-        blocks_from_disk=cache.blocks_from_disk,
+        blocks_from_disk=cache.reads.blocks,
+        blocks_read_ahead=min(cache.reads.ahead, cache.reads.blocks),
+        read_ahead_seconds=cache.reads.seconds_saved,
         offloaded_blocks=sum(host.blocks.num_used for host in hosts),
         offloaded_bytes=sum(host.meter.current for host in hosts),
         recall_hit_rate=hits / chosen if chosen else None,

@@ -1,7 +1,7 @@
 """The keys of the configuration: section, default, what is accepted, and what each one does.
 
 kv_cache:      block_size, max_gpu_blocks, cpu_offload, max_cpu_blocks, recall, recall_blocks,
-               disk_cache, max_disk_bytes, recent_tokens, prefill_chunk, prefix_cache,
+               disk_cache, max_disk_bytes, prefetch, recent_tokens, prefill_chunk, prefix_cache,
                prefix_cache_blocks
 quantization:  model_bits, cache_bits, tiers, target_saving, keep_layers
 attention:     window_size, sink_tokens, pruning, prune_ratio
@@ -88,6 +88,14 @@ class ConfigFields(BaseModel):
         "an integer of at least 1, or null (no bound)",
         "With disk_cache, the most bytes that the directory may hold, of all models and processes "
         "that share it with this setting; blocks unused for longest leave first. null: no bound.",
+    )
+    prefetch: bool = key(
+        "kv_cache",
+        True,
+        "true or false",
+        "Whether blocks begin to move before they are needed: the next ones are read from disk "
+        "while one is put in its place, and the next layer's are copied from CPU memory to a GPU "
+        "while a layer reads a prompt. Changes when blocks move, and no result.",
     )
     recent_tokens: int = key(
         "kv_cache",

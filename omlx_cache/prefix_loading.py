@@ -90,15 +90,27 @@ class PrefixLoader:
             for allocator, tier, index in self._held:
                 allocator.release(tier, index)
 
-    def _load(self, ids: np.ndarray) -> bool:
-        """Load what is there; return False after a block that should be there and isn't."""
-        chunks = self._longest(ids)
-        wanted = [
+    def expect(self, texts: Sequence[np.ndarray]) -> None:
+        """Begin to read what the disk has of texts and memory lacks, for a `load` to come."""
+        missing: dict[tuple[bytes, int], None] = {}
+        for ids in texts:
+            wanted = self._wanted(self._longest(ids))
+            missing |= {(c.digest, i): None for c, i in wanted if self._in_memory(c, i) is None}
+        self._disk.expect(missing)
+
+    def _wanted(self, chunks: Sequence[_Chunk]) -> list[_Place]:
+        """Return the blocks that a row needs to begin with some chunks."""
+        return [
             (chunk, i)
             for chunk in chunks
             for i in range(len(self._groups))
             if self._needs(i, chunk, chunks[-1].end)
         ]
+
+    def _load(self, ids: np.ndarray) -> bool:
+        """Load what is there; return False after a block that should be there and isn't."""
+        chunks = self._longest(ids)
+        wanted = self._wanted(chunks)
         blocks = {pair: self._in_memory(*pair) for pair in wanted}
         missing = [pair for pair, held in blocks.items() if held is None]
         if not missing:
@@ -155,6 +167,7 @@ class PrefixLoader:
     ) -> bool:
         """Read the new blocks, and let the store keep them and those that memory has already."""
         node, before = self._tree.root, self._disk.num_read
+        self._disk.expect((chunk.digest, i) for chunk, i in new)
         try:
             for chunk in chunks:
                 node = self._tree.add(node, chunk.tokens)

@@ -48,6 +48,29 @@ class Prefix:
     nodes: tuple[PrefixNode, ...]
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What was read from the disk.
+
+    Attributes:
+        blocks: how many blocks.
+        ahead: how many files were read, or being read, when they were needed.
+        seconds_saved: what those would have taken.
+    """
+
+    blocks: int = 0
+    ahead: int = 0
+    seconds_saved: float = 0.0
+
+    def since(self, before: Reads) -> Reads:
+        """Return what was read since ``before``."""
+        return Reads(
+            self.blocks - before.blocks,
+            self.ahead - before.ahead,
+            self.seconds_saved - before.seconds_saved,
+        )
+
+
 class PrefixStore:
     """Known texts, and the arenas that hold their blocks.
 
@@ -91,9 +114,14 @@ class PrefixStore:
         return self._arenas[key]
 
     @property
-    def num_read(self) -> int:
-        """Blocks that were read from the disk so far."""
-        return 0 if self.disk is None else self.disk.num_read
+    def reads(self) -> Reads:
+        """What was read from the disk so far."""
+        if self.disk is None:
+            return Reads()
+        ahead = self.disk.ahead
+        if ahead is None:
+            return Reads(self.disk.num_read)
+        return Reads(self.disk.num_read, ahead.hits, ahead.seconds_saved)
 
     def open_disk(self, cache: PagedCache, spec: ModelSpec) -> None:
         """Find blocks in the directory of ``disk_cache`` from now on, and write them there.
@@ -121,7 +149,7 @@ class PrefixStore:
         """
         texts = [row[real][:-1] for row, real in zip(ids, valid, strict=True)]
         if self.disk is not None and not self._is_closed:
-            PrefixLoader(self.tree, self.disk, groups, self._is_hot, self._prune).load(texts)
+            self._loader(self.disk, groups).load(texts)
         self._come_back(texts, groups, valid.sum(1).tolist())
         known = [self.find(text, groups) for text in texts]
         lengths = np.array([prefix.length for prefix in known])
@@ -133,6 +161,20 @@ class PrefixStore:
         for group in groups:
             group.arena.known_blocks.trim()  # of what was loaded, the rows hold what they need
         return (columns, lengths) if columns else (0, np.zeros_like(lengths))
+
+    def _loader(self, disk: PrefixDisk, groups: Sequence[LayerGroup]) -> PrefixLoader:
+        return PrefixLoader(self.tree, disk, groups, self._is_hot, self._prune)
+
+    def expect(self, groups: Sequence[LayerGroup], texts: Sequence[np.ndarray]) -> None:
+        """Begin to read what the disk has of texts, for a `begin` that may come.
+
+        Args:
+            groups: the layer groups of any cache.
+            texts: [*] int64 each.
+        """
+        with self.lock:
+            if self.disk is not None and self.disk.ahead is not None and not self._is_closed:
+                self._loader(self.disk, groups).expect(texts)
 
     def _come_back(
         self, texts: Sequence[np.ndarray], groups: Sequence[LayerGroup], lengths: Sequence[int]
