@@ -87,7 +87,7 @@ class BlockArena:
     def held(self, block: StoredBlock, *, is_away: bool = False) -> Held:
         """Return a block, of the device or of CPU memory, with where it lies."""
         if is_away:
-            self.cpu_tier.wait()
+            self.cpu_tier.wait_for_all()
             return Held(block, self.cpu_tier.blocks, _in_order(self.cpu_tier.pools))
         allocator = self.pages if block.tier is Tier.SINK else self.blocks
         return Held(block, allocator, _in_order(self.pools))

@@ -57,6 +57,10 @@ _GAUGES: dict[str, tuple[str, Callable[[CacheReport], float | None]]] = {
         "Share of the recalled blocks that the step's own queries would have chosen, 0 to 1.",
         lambda r: r.recall_hit_rate,
     ),
+    "copy_ahead_rate": (
+        "Share of the copies of a layer's blocks to the device that began before it ran, 0 to 1.",
+        lambda r: r.copy_ahead_rate,
+    ),
     "sequences": ("Sequences in the cache.", lambda r: r.num_sequences),
 }
 
