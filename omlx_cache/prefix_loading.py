@@ -176,7 +176,7 @@ class PrefixLoader:
                     if (chunk, i) in new:
                         held = new[chunk, i]
                         if not self._disk.read(node, i, held):
-                            self._found[chunk.digest, i] = None
+                            self._look_again(chunk, i, held.block.tier)
                             return False
                         group.arena.note_written(held)
                     elif (chunk, i) in blocks and held is None:
@@ -187,6 +187,16 @@ class PrefixLoader:
             self._prune(node)
             logger.info("disk cache: %d blocks read", self._disk.num_read - before)
         return True
+
+    def _look_again(self, chunk: _Chunk, group: int, tier: Tier) -> None:
+        """Note what is there of a block that couldn't be read, as one of a tier.
+
+        Another process may have replaced it by a colder one since its header was read: that one is
+        read in the next try.
+        """
+        there = self._disk.peek(chunk.digest, group)
+        is_another = there is not None and there["tier"] != tier.name
+        self._found[chunk.digest, group] = there if is_another else None
 
     def _longest(self, ids: np.ndarray) -> list[_Chunk]:
         """Return the chunks of the longest beginning of which all blocks are somewhere."""
