@@ -40,16 +40,20 @@ class Evictor:
         """Whether a full pool is no obstacle by itself."""
         return self.policy.drops or self._arena.host is not None
 
-    def candidates(self, lengths: SequenceType[int], *, offloaded: bool = False) -> list[Candidate]:
+    def candidates(
+        self, lengths: SequenceType[int], *, offloaded: bool = False, only_own: bool = False
+    ) -> list[Candidate]:
         """Return the blocks on the device (or in CPU memory) that could leave.
 
         Args:
-            lengths: of the rows; what is recent is counted back from them.
+            lengths: of the group's rows; what is recent is counted back from them.
+            offloaded: whether to return those in CPU memory.
+            only_own: whether the group's rows alone could do without them, whatever others do.
         """
         found: dict[tuple, Candidate] = {}
         length_of = {id(row): row.length for row in self._arena.rows}
         length_of |= {id(row): n for row, n in zip(self._rows, lengths, strict=True)}
-        for row in self._arena.rows:
+        for row in self._rows if only_own else self._arena.rows:
             for block in row.offloaded if offloaded else row.blocks:
                 found.setdefault((block.tier, block.index), Candidate(block, [])).rows.append(row)
         return [
@@ -141,23 +145,34 @@ class Evictor:
             self._drop(leaving, is_for_good=True)
             blocks.require(count)
         else:
-            self._make_room_on_host(len(leaving), lengths)
+            leaving = self._make_room_on_host(leaving, lengths)
             blocks.require(free)
             offload(self._arena, [each.block for each in leaving])
         self._arena.settle()
         return None
 
-    def _make_room_on_host(self, count: int, lengths: SequenceType[int]) -> None:
+    def _make_room_on_host(
+        self, leaving: list[Candidate], lengths: SequenceType[int]
+    ) -> list[Candidate]:
+        """Make room in CPU memory for blocks that leave the device, the least valuable first.
+
+        Returns:
+            Those that there is room for, or will be once what only the prefix store holds has
+            left. The others have been dropped.
+        """
         blocks = self._arena.cpu_tier.blocks
-        free, bound = blocks.num_free, blocks.max_blocks
-        if free is None or bound is None or count <= free:
-            return
-        free += self._num_kept_alone(is_away=True)
-        if count > free and not self.policy.drops:
-            raise OutOfBlocksError(count, free, bound, "max_cpu_blocks")
-        there = self.candidates(lengths, offloaded=True)
-        self._drop(self.policy.least_valuable(there, count - free), is_for_good=True)
-        blocks.require(count)
+        if blocks.num_free is None or blocks.max_blocks is None:
+            return leaving
+        free = blocks.num_free + self._num_kept_alone(is_away=True)
+        short = len(leaving) - free
+        if short <= 0:
+            return leaving
+        if not self.policy.drops:
+            raise OutOfBlocksError(len(leaving), free, blocks.max_blocks, "max_cpu_blocks")
+        there = self.policy.least_valuable(self.candidates(lengths, offloaded=True), short)
+        rest = short - len(there)  # more than CPU memory ever has room for
+        self._drop([*there, *leaving[:rest]], is_for_good=True)
+        return leaving[rest:]
 
     def prune(self) -> None:
         """Drop ``prune_ratio`` of each row's blocks, as far as that hasn't been done."""
@@ -165,8 +180,8 @@ class Evictor:
             return
         lengths = [row.length for row in self._rows]
         candidates = [
-            *self.candidates(lengths),
-            *(self.candidates(lengths, offloaded=True) if self._arena.host else ()),
+            *self.candidates(lengths, only_own=True),
+            *self.candidates(lengths, only_own=True, offloaded=True),
         ]
         for row in self._rows:
             own = [each for each in candidates if any(each_row is row for each_row in each.rows)]

@@ -144,6 +144,33 @@ def test_a_loss_and_a_crop_before_it():
     assert copied.whole is None
 
 
+def test_a_share_is_pruned_of_a_chat_and_not_of_another_that_shares_its_blocks():
+    config = EXACT | {"pruning": "oldest", "prune_ratio": 0.5}
+    model = omlx_cache.patch(tiny_model(), **config)
+    name, ids = cache_name(type(model).forward), random_ids(1, 400)
+    with torch.no_grad():
+        model.generate(**inputs_of(ids), max_new_tokens=1, do_sample=False)
+        others = [omlx_cache.PagedCache(model) for _ in range(2)]
+        for each in others:
+            each.record(ids, torch.ones_like(ids).numpy() != 0)
+        model(ids[:, others[0].get_seq_length() :], **{name: others[0]})
+    dropped = [each.groups[0].rows[0].dropped for each in others]
+    assert len(dropped[0]) == 3
+    assert not dropped[1]
+
+
+def test_more_than_cpu_memory_has_room_for_is_dropped():
+    config = SMALL | {"cache_bits": 8, "prefill_chunk": 256, "max_gpu_blocks": 6}
+    config |= {"cpu_offload": True, "max_cpu_blocks": 2, "pruning": "oldest"}
+    for prefix in (False, True):
+        model = omlx_cache.patch(tiny_model(), **config | {"prefix_cache": prefix})
+        cache, name = omlx_cache.PagedCache(model), cache_name(type(model).forward)
+        greedy(model, inputs_of(random_ids(1, 900)), 5, **{name: cache})
+        (row,) = cache.groups[0].rows
+        assert len(row.offloaded) == 2
+        assert len(row.dropped) == 15 - len(row.blocks) - 2
+
+
 @pytest.mark.parametrize("recall", ["all", "topk"])
 def test_a_saved_cache_loads_into_both_places(tmp_path, recall):
     config = EXACT | AWAY | {"recall": recall, "recall_blocks": 1}
