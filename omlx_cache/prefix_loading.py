@@ -1,4 +1,4 @@
-"""Bring what the disk has of some texts into the prefix store, where `PrefixStore.find` finds it.
+"""Bring what the disk has of some texts into the prefix store, where `PrefixFinder` finds it.
 
 Which blocks a text needs depends on how much of it is found: a group with a window needs none that
 the window has left behind. So the longest beginning is looked for first, by the headers of the

@@ -3,7 +3,7 @@
 What the prefix store keeps in CPU memory is attended to there, which is slower than on a GPU. So
 the blocks of the texts that a call begins with come back to the device, the newest first: in room
 that is free, or that blocks of other texts have, which leave for them. Room for the rest of the
-prompt is left. A block that the call is going to write to has to come back; `PrefixStore.find` goes
+prompt is left. A block that the call is going to write to has to come back; `PrefixFinder` goes
 without it where it can't.
 """
 

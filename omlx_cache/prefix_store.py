@@ -11,7 +11,7 @@ One thread at a time may touch the arenas, and holds the store's lock for a whol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,8 +26,8 @@ from omlx_cache.kept_blocks import KeptBlocks
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.policy.choice import ages
 from omlx_cache.prefix_disk import PrefixDisk
+from omlx_cache.prefix_finding import PrefixFinder, take, touch
 from omlx_cache.prefix_loading import PrefixLoader
-from omlx_cache.prefix_places import come_back
 from omlx_cache.prefix_tree import PrefixNode, PrefixTree
 from omlx_cache.sequences import Sequence as Row
 from omlx_cache.sequences import StoredBlock
@@ -38,14 +38,6 @@ from omlx_kernels.layout import Tier
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
     from omlx_cache.inspection import ModelSpec
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The longest known beginning of a text: ``length`` tokens, and the nodes that hold them."""
-
-    length: int
-    nodes: tuple[PrefixNode, ...]
 
 
 @dataclass(frozen=True)
@@ -150,17 +142,22 @@ class PrefixStore:
         texts = [row[real][:-1] for row, real in zip(ids, valid, strict=True)]
         if self.disk is not None and not self._is_closed:
             self._loader(self.disk, groups).load(texts)
-        self._come_back(texts, groups, valid.sum(1).tolist())
-        known = [self.find(text, groups) for text in texts]
+        finder = self.finder()
+        finder.come_back(texts, groups, valid.sum(1).tolist())
+        known = [finder.find(text, groups) for text in texts]
         lengths = np.array([prefix.length for prefix in known])
         missing = valid & (valid.cumsum(1) > lengths[:, None])
         first = np.where(missing.any(1), missing.argmax(1), valid.shape[1] - 1)
         columns = int(first.min())
         if columns:
-            self.take(known, groups)
+            take(known, groups)
         for group in groups:
             group.arena.known_blocks.trim()  # of what was loaded, the rows hold what they need
         return (columns, lengths) if columns else (0, np.zeros_like(lengths))
+
+    def finder(self) -> PrefixFinder:
+        """Return what finds known beginnings of texts in memory."""
+        return PrefixFinder(self.tree, self._is_hot)
 
     def _loader(self, disk: PrefixDisk, groups: Sequence[LayerGroup]) -> PrefixLoader:
         return PrefixLoader(self.tree, disk, groups, self._is_hot, self._prune)
@@ -175,76 +172,6 @@ class PrefixStore:
         with self.lock:
             if self.disk is not None and self.disk.ahead is not None and not self._is_closed:
                 self._loader(self.disk, groups).expect(texts)
-
-    def _come_back(
-        self, texts: Sequence[np.ndarray], groups: Sequence[LayerGroup], lengths: Sequence[int]
-    ) -> None:
-        """Bring what is known of prompts back to the device, as far as there is room."""
-        paths = [self.tree.match(text, self._is_hot) for text in texts]
-        for group in groups:
-            geometry, wanted, reserve = group.geometry, [], 0
-            for path, length in zip(paths, lengths, strict=True):
-                known = path[-1][0].start + path[-1][1] if path else 0
-                first = geometry.first_live(known)
-                wanted += [node for node, _ in path if node.start >= first]
-                reserve += geometry.num_blocks(length) - geometry.num_full(known)
-            come_back(group.arena, wanted, reserve)
-
-    def find(self, ids: np.ndarray, groups: Sequence[LayerGroup]) -> Prefix:
-        """Find the longest beginning of a text whose blocks are all there.
-
-        Args:
-            ids: [num_tokens] int64.
-            groups: the layer groups that will attend to it; each needs what its window sees.
-        """
-        path = self.tree.match(ids, self._is_hot)
-        while path:
-            length = path[-1][0].start + path[-1][1]
-            nodes = tuple(node for node, _ in path)
-            if all(self._row(group, nodes, length) is not None for group in groups):
-                return Prefix(length, nodes)
-            path.pop()
-        return Prefix(0, ())
-
-    def take(self, prefixes: Sequence[Prefix], groups: Sequence[LayerGroup]) -> None:
-        """Make rows of the groups that begin with ``prefixes``, as holders of their blocks."""
-        for group in groups:
-            found = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
-            rows = [row for row in found if row is not None]
-            group.arena.share(rows)
-            group.rows = rows
-            for prefix, row in zip(prefixes, rows, strict=True):
-                starts = {block.start for block in (*row.blocks, *row.offloaded)}
-                self._touch(group, prefix.nodes, starts)
-
-    @staticmethod
-    def _touch(group: LayerGroup, nodes: Sequence[PrefixNode], starts: Container[int]) -> None:
-        """Make the blocks of some nodes the most recently used, the first of a text last."""
-        for node in reversed(nodes):
-            if node.start in starts:
-                group.arena.known_blocks.touch(node)
-
-    def _row(self, group: LayerGroup, nodes: Sequence[PrefixNode], length: int) -> Row | None:
-        """Return the row that would continue behind ``length`` tokens; None: a block has left."""
-        sinks = group.geometry.sink_tokens
-        row = Row(length)
-        for node in nodes:
-            if self._is_sinks(node):
-                page = group.arena.known_pages.get(node)
-                if page is None:
-                    return None
-                row.sink_page = page.index
-            elif not group.geometry.is_released(StoredBlock(node.start, Tier.HOT, 0), length):
-                kept = group.arena.known_blocks.find(node)
-                if kept is None:
-                    return None
-                if not kept.is_away:
-                    row.blocks.append(kept.block)
-                elif node.start + self.config.block_size <= length:
-                    row.offloaded.append(kept.block)
-                else:  # it is to be written to, which the CPU's memory isn't for
-                    return None
-        return row if not (sinks and length) or row.sink_page is not None else None
 
     def keep(
         self, groups: Sequence[LayerGroup], texts: Mapping[int, np.ndarray], *, partial: bool
@@ -296,7 +223,7 @@ class PrefixStore:
                     if self.disk is not None:
                         self.disk.supersede(shorter, node)
         for group, blocks in zip(groups, stored, strict=True):
-            self._touch(group, path, blocks)
+            touch(group, path, blocks)
         if self.disk is not None and partial:
             self.disk.end_call(path, len(groups))
         if path:

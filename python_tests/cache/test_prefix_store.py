@@ -172,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def find_what_was_kept_last(self):
         groups = self.new_groups()
-        prefix = self.store.find(self.texts[-1], groups)
+        prefix = self.store.finder().find(self.texts[-1], groups)
         assert prefix.length <= len(self.texts[-1])
         for group in groups:
             group.leave()
