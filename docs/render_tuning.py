@@ -5,8 +5,9 @@
     python docs/render_tuning.py
 
 The results come from the quality tool (quality_4096.json, settings_4096.json),
-``python bench/settings.py`` (settings_bytes.json) and ``python bench/bench_generate.py``
-(generate_cpu.json).
+``python bench/settings.py`` (settings_bytes.json), ``python bench/bench_generate.py``
+(generate_cpu.json) and ``python bench/bench_bounded.py`` (bounded.json; until that has run, the
+document says so).
 """
 
 from __future__ import annotations
@@ -135,6 +136,23 @@ def speed() -> str:
     return markdown(["", *(f"after {int(n):,}" for n in found)], rows)
 
 
+def bounded() -> str:
+    """Return the table of pools with room for a quarter of a chat."""
+    if not (RESULTS / "bounded.json").exists():
+        first = "Not measured yet: `python bench/bench_bounded.py`"
+        return f"{first}, then `python docs/render_tuning.py`."
+    found = read("bounded.json")["results"]
+    without = found["no bound"]
+    head = ["", "tokens/s", "first token", "on the device", "in CPU memory", "KL divergence"]
+    rows = []
+    for name, row in found.items():
+        cells = [f"{row[key] / without[key]:.2f}x" for key in ("tokens_per_s", "first_token_s")]
+        cells += [f"{row[key] / 2**20:.1f} MiB" for key in ("device_bytes", "cpu_bytes")]
+        cells += [f"{row['kld']:.6f}", f"{row['top1']:.1%}", f"{row['needle']:.1%}"]
+        rows.append([f"`{name}`" if row["setting"].get("max_gpu_blocks") else name, *cells])
+    return markdown([*head, "same top token", "needles"], rows)
+
+
 def render() -> str:
     """Return the document."""
     tables = {
@@ -146,6 +164,7 @@ def render() -> str:
         "recent tokens": sizes("recent_tokens"),
         "chunks": chunks(),
         "speed": speed(),
+        "bounded": bounded(),
     }
     return update(DOCUMENT, tables)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omlx_cache.config import CacheConfig
     from omlx_cache.config_errors import ConfigError
     from omlx_cache.patching import flush, patch, patched, report, unpatch
+    from omlx_cache.prefetching import prefetch
     from omlx_kernels.errors import OutOfBlocksError
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "flush",
     "patch",
     "patched",
+    "prefetch",
     "report",
     "unpatch",
 ]
@@ -45,6 +47,7 @@ _MODULES = {
     "flush": "omlx_cache.patching",
     "patch": "omlx_cache.patching",
     "patched": "omlx_cache.patching",
+    "prefetch": "omlx_cache.prefetching",
     "report": "omlx_cache.patching",
     "unpatch": "omlx_cache.patching",
 }

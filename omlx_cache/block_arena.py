@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Sequence_
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from omlx_cache.block_allocator import BlockAllocator
@@ -15,6 +14,21 @@ from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 if TYPE_CHECKING:
     from omlx_cache.kept_blocks import KeptBlocks
+
+
+@dataclass(frozen=True)
+class Held:
+    """A block (or sink page) that is kept, and where it lies.
+
+    Attributes:
+        block: the block.
+        allocator: counts its holders.
+        pools: hold its content, in the order of the layers.
+    """
+
+    block: StoredBlock
+    allocator: BlockAllocator
+    pools: list[LayerPool]
 
 
 class BlockArena:
@@ -66,6 +80,40 @@ class BlockArena:
         return self.host
 
     @property
+    def rows(self) -> list[Sequence]:
+        """The rows of every group that draws from here."""
+        return [row for rows in self.members for row in rows]
+
+    def held(self, block: StoredBlock, *, is_away: bool = False) -> Held:
+        """Return a block, of the device or of CPU memory, with where it lies."""
+        if is_away:
+            self.cpu_tier.wait_for_all()
+            return Held(block, self.cpu_tier.blocks, _in_order(self.cpu_tier.pools))
+        allocator = self.pages if block.tier is Tier.SINK else self.blocks
+        return Held(block, allocator, _in_order(self.pools))
+
+    def kept(self, key: Hashable) -> Held | None:
+        """Return the block (or sink page) that is kept under ``key``, wherever it lies."""
+        found = self.known_blocks.find(key) or self.known_pages.find(key)
+        return None if found is None else self.held(found.block, is_away=found.is_away)
+
+    def keep(self, key: Hashable, held: Held) -> None:
+        """Keep a block (or sink page) under ``key``, as `kept` finds it."""
+        if held.block.tier is Tier.SINK:
+            self.known_pages.keep(key, held.block)
+        else:
+            self.known_blocks.keep(key, held.block, is_away=self._is_away(held))
+
+    def note_written(self, held: Held) -> None:
+        """Take notice of a block that was filled from elsewhere."""
+        if self._is_away(held):
+            for layer in self.pools:
+                self.cpu_tier.note_bounds(layer, held.block.tier, [held.block.index])
+
+    def _is_away(self, held: Held) -> bool:
+        return self.host is not None and held.allocator is self.host.blocks
+
+    @property
     def num_available(self) -> int | None:
         """Blocks that a step may take: free, or only held for later calls; None: no bound."""
         free, kept = self.blocks.num_free, self.kept_blocks
@@ -78,8 +126,13 @@ class BlockArena:
 
     def num_holders(self, block: StoredBlock) -> int:
         """Return how many rows hold a block."""
-        kept = self.kept_blocks is not None and block in self.kept_blocks
+        kept = self.kept_blocks is not None and self.kept_blocks.holds(block)
         return self.blocks.refs(block.tier, block.index) - kept
+
+    def num_holders_on_host(self, block: StoredBlock) -> int:
+        """Return how many rows hold a block in CPU memory."""
+        kept = self.kept_blocks is not None and self.kept_blocks.holds(block, is_away=True)
+        return self.cpu_tier.blocks.refs(block.tier, block.index) - kept
 
     def share(self, rows: list[Sequence]) -> None:
         """Add a holder to everything that ``rows`` list."""
@@ -101,25 +154,6 @@ class BlockArena:
         """Remove a holder of some blocks in CPU memory."""
         for block in blocks:
             self.cpu_tier.blocks.release(block.tier, block.index)
-
-    def offload(self, held: Sequence_[tuple[StoredBlock, list[Sequence]]]) -> None:
-        """Move blocks to CPU memory.
-
-        Args:
-            held: each block, and the rows that hold it: nobody else does.
-
-        Raises:
-            OutOfBlocksError, MemoryError: there is no room; nothing is changed.
-        """
-        host = self.cpu_tier
-        copies = host.take(self.pools, [block for block, _ in held])
-        for (block, rows), copied in zip(held, copies, strict=True):
-            for row in rows:
-                host.blocks.share(copied.tier, copied.index)
-                self.blocks.release(block.tier, block.index)
-                row.blocks.remove(block)
-                row.offloaded = sorted([*row.offloaded, copied], key=lambda b: b.start)
-            host.blocks.release(copied.tier, copied.index)  # its own share in the copy
 
     def release(self, blocks: list[StoredBlock], sink_page: int | None) -> None:
         """Remove a holder of some blocks and of a page."""
@@ -150,6 +184,8 @@ class BlockArena:
                 if block in conversions:
                     row.offloaded[i] = conversions[block]
                     self.cpu_tier.blocks.release(block.tier, block.index)
+        if self.kept_blocks is not None:
+            self.kept_blocks.replace(conversions, is_away=True)
 
     def settle(self) -> None:
         """Close the gaps that released blocks have left, and give their memory back."""
@@ -162,14 +198,17 @@ class BlockArena:
             self._follow(moves)
         if self.host is not None:
             moved = self.host.settle()
-            for row in (row for rows in self.members for row in rows):
+            for row in self.rows:
                 row.offloaded = _renumbered(row.offloaded, moved)
+            for tier, pairs in moved.items():
+                if self.kept_blocks is not None:
+                    self.kept_blocks.follow(tier, pairs, is_away=True)
         capacity = self.capacity()
         for pool in self.pools.values():
             pool.shrink(capacity)
 
     def _follow(self, moves: Mapping[Tier, Mapping[int, int]]) -> None:
-        for row in (row for rows in self.members for row in rows):
+        for row in self.rows:
             if row.sink_page is not None:
                 row.sink_page = moves[Tier.SINK].get(row.sink_page, row.sink_page)
             row.blocks = _renumbered(row.blocks, moves)
@@ -177,6 +216,10 @@ class BlockArena:
             if kept is not None:
                 for tier, pairs in moves.items():
                     kept.follow(tier, pairs)
+
+
+def _in_order(pools: Mapping[int, LayerPool]) -> list[LayerPool]:
+    return [pool for _, pool in sorted(pools.items())]
 
 
 def _renumbered(

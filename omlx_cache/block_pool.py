@@ -62,6 +62,10 @@ class LayerPool:
         if changed:
             self.blocks = self._layer_blocks()
 
+    def fits(self, capacity: Mapping[Tier, int]) -> bool:
+        """Whether there is room for exactly ``capacity[tier]`` blocks of each tier."""
+        return all(self._tiers[tier].num_blocks == capacity[tier] for tier in Tier)
+
     def exceeds(self, capacity: Mapping[Tier, int]) -> bool:
         """Whether there is room for more blocks than ``capacity[tier]`` of some tier."""
         return any(self._tiers[tier].num_blocks > capacity[tier] for tier in Tier)

@@ -33,6 +33,7 @@ from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
 from omlx_cache.policy.choice import kept_layers, policy_of
 from omlx_cache.policy.eviction import EvictionPolicy
+from omlx_cache.prefix_store import Reads
 from omlx_cache.sequences import Geometry, Sequence
 from omlx_cache.step_lock import StepLock
 from omlx_cache.storage.saved_cache import SavedCache, save_cache
@@ -93,7 +94,7 @@ class PagedCache(Cache):
         self._lock = StepLock() if self._store is None else self._store.lock
         self.meter = MemoryMeter() if self._store is None else self._store.meter
         self.groups: list[LayerGroup] = []
-        self.reused_tokens = self.blocks_from_disk = 0
+        self.reused_tokens, self.reads = 0, Reads()
         self._columns = Columns()
         self._step: tuple[np.ndarray, torch.Tensor | None] | None = None  # columns and their ids
         self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
@@ -146,15 +147,9 @@ class PagedCache(Cache):
 
     def _arena(self, key: Hashable) -> BlockArena:
         if self._store is None:
-            return BlockArena(self.config.max_gpu_blocks, self._host_tier())
+            return BlockArena(self.config.max_gpu_blocks, HostTier.from_config(self.config))
         with self._lock:
             return self._store.arena(key)
-
-    def _host_tier(self) -> HostTier | None:
-        if not self.config.cpu_offload:
-            return None
-        keeps_bounds = self.config.recall == "topk"
-        return HostTier(self.config.max_cpu_blocks, keeps_bounds=keeps_bounds)
 
     def valid_columns(
         self, attention_mask: torch.Tensor | None, batch_size: int, columns: int
@@ -495,12 +490,17 @@ class PagedCache(Cache):
             return
         ids = ids.detach().long()  # texts are compared by their bytes
         with self._lock.alone(self):
-            before = self._store.num_read
+            before = self._store.reads
             columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
-            self.blocks_from_disk = self._store.num_read - before
+            self.reads = self._store.reads.since(before)
         self._columns.start(valid[:, :columns], lengths, ids[:, :columns])
         self._set_columns(columns)
         self.reused_tokens = int(lengths.sum())
+
+    def expect(self, texts: list[np.ndarray]) -> None:
+        """Begin to read what the disk has of texts, [*] int64, for a cache that `record` fills."""
+        if self._store is not None:
+            self._store.expect(self.groups, texts)
 
     def keep(self) -> None:
         """Let the store hold what the cache holds, and note no more ids."""

@@ -34,10 +34,16 @@ class CacheReport:
             and that were not computed again.
         blocks_from_disk: blocks that were read from the disk for them (``disk_cache``), over all
             layer groups, a sink page counted as one.
+        blocks_read_ahead: of those, the ones that were read, or being read, when they were needed
+            (``prefetch``).
+        read_ahead_seconds: what those would have taken to read.
         offloaded_blocks: blocks in CPU memory, over all layer groups (``cpu_offload``).
         offloaded_bytes: what they take there, free blocks included; not in ``total_bytes``.
         recall_hit_rate: share of the blocks that steps recalled which they would have chosen by
             their own queries, 0..1 (``recall: topk``); None where nothing was left out yet.
+        copy_ahead_rate: share of the copies of a layer's offloaded blocks to the device, for the
+            queries of a prompt, that had begun before the layer ran, 0..1 (``prefetch``); the first
+            layer of a step isn't counted. None where nothing had to be copied: on a CPU, nothing.
 
     With ``prefix_cache`` the caches of a model share their blocks: blocks and bytes are then those
     of all of them and of what is kept for later calls, tokens and sequences this cache's.
@@ -55,9 +61,12 @@ class CacheReport:
     num_sequences: int
     reused_tokens: int
     blocks_from_disk: int
+    blocks_read_ahead: int
+    read_ahead_seconds: float
     offloaded_blocks: int
     offloaded_bytes: int
     recall_hit_rate: float | None
+    copy_ahead_rate: float | None
 
     def to_dict(self) -> dict:
         """Return the fields as a JSON-able dict."""
@@ -99,6 +108,7 @@ def report_of(cache: PagedCache) -> CacheReport:
     hits, chosen = (
         sum(getattr(group.recall, name) for group in cache.groups) for name in ("hits", "chosen")
     )
+    copies = [sum(getattr(host.ahead, name) for host in hosts) for name in ("hits", "misses")]
     first = cache.groups[0]
     sinks = [min(row.length, first.geometry.sink_tokens) for row in first.rows]
     return CacheReport(
@@ -113,10 +123,13 @@ def report_of(cache: PagedCache) -> CacheReport:
         seen_tokens=sum(row.length for row in first.rows),
         num_sequences=len(first.rows),
         reused_tokens=cache.reused_tokens,
-        blocks_from_disk=cache.blocks_from_disk,
+        blocks_from_disk=cache.reads.blocks,
+        blocks_read_ahead=min(cache.reads.ahead, cache.reads.blocks),
+        read_ahead_seconds=cache.reads.seconds_saved,
         offloaded_blocks=sum(host.blocks.num_used for host in hosts),
         offloaded_bytes=sum(host.meter.current for host in hosts),
         recall_hit_rate=hits / chosen if chosen else None,
+        copy_ahead_rate=copies[0] / sum(copies) if sum(copies) else None,
     )
 
 

@@ -11,6 +11,7 @@ from omlx_cache.cache import PagedCache
 from omlx_cache.compat import PreTrainedModel, cache_name
 from omlx_cache.conversation import Conversation
 from omlx_cache.patch_state import state_of
+from omlx_cache.prefetching import prefetch
 from omlx_cache.reuse import Settings, begin_with_known
 from omlx_cache.storage.saved_chat import load_chat, save_chat
 from omlx_cache.unwrap import unwrap
@@ -57,6 +58,9 @@ class ChatSession:
         self._chat = Conversation(tokenizer, self._end_ids, system=system)
         self._turns: list[tuple[str, str]] = []  # message and answer
         self.prompt_tokens = self.reused_tokens = 0
+        if system is not None and state_of(model).config.disk_cache:
+            opening = Conversation(tokenizer, self._end_ids, system=system).ask("-")
+            prefetch(model, torch.tensor(opening))
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +115,16 @@ class ChatSession:
             state_of(self._model).used(cache, snapshot=True)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences[0, len(ids) :].tolist()
+
+    def prefetch(self) -> None:
+        """Begin to read what the disk has of the chat: best when its user begins to type.
+
+        Opening a session does so for its system prompt, and `load` for the whole chat; later turns
+        find the chat in memory, unless others have taken its place there. See
+        `omlx_cache.prefetch`.
+        """
+        if self._chat.num_tokens:
+            prefetch(self._model, torch.tensor(self._chat.ids))
 
     def edit(self, turn: int, message: str, **generation: Any) -> str:
         """Replace the message of a turn, forget what followed, and return the new answer.
@@ -183,6 +197,7 @@ class ChatSession:
         session._turns = [(message, answer) for message, answer in chat["turns"]]
         session._chat = Conversation(tokenizer, session._end_ids, system=session._system)
         session._chat.restore(chat)
+        session.prefetch()
         return session
 
 

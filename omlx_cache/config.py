@@ -194,18 +194,6 @@ def _needless(given: Mapping[str, Given], key: str, other: str, use: Any) -> lis
     ]
 
 
-def _together(given: Mapping[str, Given]) -> list[str]:
-    """Return a line for each of the keys that can't be used with ``prefix_cache`` yet."""
-    if not _said(given, "prefix_cache"):
-        return []
-    return [
-        f"{given[key].path}{given[key].place} can't be used with kv_cache.prefix_cache: what is "
-        f"kept for later texts must be whole, and on the device; delete one of them"
-        for key in ("pruning", "cpu_offload")
-        if _said(given, key)
-    ]
-
-
 def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[str]:
     """Return a line for each pair of legal values that exclude each other."""
     lines = []
@@ -226,7 +214,6 @@ def _contradictions(given: Mapping[str, Given], bad: Collection[str]) -> list[st
     right = {key: value for key, value in given.items() if key not in bad}
     lines += _needless(right, "prune_ratio", "pruning", "topk")
     lines += _needless(right, "max_cpu_blocks", "cpu_offload", True)
-    lines += _together(right)
     window, sinks = (
         given.get(k, Given(_FIELDS[k].default, k)) for k in ("window_size", "sink_tokens")
     )

@@ -1,7 +1,7 @@
 """The keys of the configuration: section, default, what is accepted, and what each one does.
 
 kv_cache:      block_size, max_gpu_blocks, cpu_offload, max_cpu_blocks, recall, recall_blocks,
-               disk_cache, max_disk_bytes, recent_tokens, prefill_chunk, prefix_cache,
+               disk_cache, max_disk_bytes, prefetch, recent_tokens, prefill_chunk, prefix_cache,
                prefix_cache_blocks
 quantization:  model_bits, cache_bits, tiers, target_saving, keep_layers
 attention:     window_size, sink_tokens, pruning, prune_ratio
@@ -53,8 +53,10 @@ class ConfigFields(BaseModel):
         "kv_cache",
         None,
         "an integer of at least 1, or null (no bound)",
-        "The most blocks in CPU memory, counted as max_gpu_blocks is. With pruning the least "
-        "valuable are dropped when it is reached; without, the step raises OutOfBlocksError.",
+        "The most blocks in CPU memory, counted as max_gpu_blocks is. When it is reached, blocks "
+        "that only prefix_cache holds leave first, the least recently used ones (with disk_cache "
+        "they are read back from disk); then, with pruning, the least valuable are dropped; "
+        "without, the step raises OutOfBlocksError.",
     )
     recall: Literal["all", "topk"] = key(
         "kv_cache",
@@ -87,6 +89,14 @@ class ConfigFields(BaseModel):
         "With disk_cache, the most bytes that the directory may hold, of all models and processes "
         "that share it with this setting; blocks unused for longest leave first. null: no bound.",
     )
+    prefetch: bool = key(
+        "kv_cache",
+        True,
+        "true or false",
+        "Whether blocks begin to move before they are needed: the next ones are read from disk "
+        "while one is put in its place, and the next layer's are copied from CPU memory to a GPU "
+        "while a layer reads a prompt. Changes when blocks move, and no result.",
+    )
     recent_tokens: int = key(
         "kv_cache",
         128,
@@ -109,7 +119,8 @@ class ConfigFields(BaseModel):
         "Whether generate keeps the blocks of what it has read and written, and begins a later "
         "text that starts alike with them, so that only the rest is computed: the next turn of a "
         "chat, an edited history, a system prompt that several chats share. All caches of the "
-        "model then draw from one pool.",
+        "model then draw from one pool. What was read after pruning has dropped a part of the "
+        "text, or recall: topk has left one out, is not kept: another call would not compute it.",
     )
     prefix_cache_blocks: Positive | None = key(
         "kv_cache",
@@ -118,8 +129,9 @@ class ConfigFields(BaseModel):
         "With prefix_cache, the most blocks that are kept for later calls, counted once for each "
         "group of layers that share a block table; the least recently used leave first. A chat is "
         "continued without computing its history again while all of its blocks (in a window) are "
-        "kept. Kept blocks count against max_gpu_blocks, and leave early where a step needs their "
-        "room. null: no bound of their own.",
+        "kept. Kept blocks count against max_gpu_blocks. Where a step needs their room, they move "
+        "to CPU memory with cpu_offload, and come back when a text begins with them; without, they "
+        "leave early. null: no bound of their own.",
     )
     model_bits: WeightBits | None = key(
         "quantization",

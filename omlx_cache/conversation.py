@@ -78,6 +78,11 @@ class Conversation:
         return len(self._ids)
 
     @property
+    def ids(self) -> list[int]:
+        """The token ids so far; a copy."""
+        return list(self._ids)
+
+    @property
     def num_turns(self) -> int:
         """User messages so far."""
         return len(self._starts)

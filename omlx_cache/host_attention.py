@@ -2,21 +2,18 @@
 
 A decoding step takes its few queries to the blocks: the CPU attends to them where they are, which
 moves some kilobytes instead of the blocks. The many queries of a prompt are worth the way of the
-blocks: those of one layer at a time are copied to the device, and dropped again.
+blocks: those of one layer at a time are copied to the device, and dropped again
+(`omlx_cache.layers_ahead`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 from omlx_cache.host_tier import CPU, HostTier
-from omlx_cache.tables import send
 from omlx_kernels import ops
-from omlx_kernels.layout import BLOCK_TIERS, LayerBlocks, Tier
 from omlx_kernels.merge import merge_attention
 from omlx_kernels.metadata import AttentionMetadata
 
@@ -96,8 +93,8 @@ def attend_on_host(
     blocks, near = host.pools[layer].blocks, q
     if meta.max_query_len == 1:
         near = q.to(CPU)
-    elif q.device != CPU:
-        blocks, meta = copied_to(q.device, blocks, meta)
+    elif _is_away_from(q.device):
+        blocks, meta = host.ahead.take(layer, meta, q.device)
     near_lse = torch.empty_like(lse, device=near.device)
     near_mass = None if split_mass is None else torch.empty_like(split_mass, device=near.device)
     out = ops.paged_attention(near, blocks, meta, split_mass=near_mass, lse=near_lse, **scoring)
@@ -107,34 +104,6 @@ def attend_on_host(
     return out.to(q.device)
 
 
-def copied_to(
-    device: torch.device, blocks: LayerBlocks, meta: AttentionMetadata
-) -> tuple[LayerBlocks, AttentionMetadata]:
-    """Copy the blocks that tables list to a device, and return them with tables that fit there."""
-    tables = {name: x for name, x in vars(meta).items() if isinstance(x, torch.Tensor)}
-    arrays = {name: x.numpy().copy() for name, x in tables.items()}
-    there: dict[Tier, torch.Tensor] = {}
-    for i, tier in enumerate(BLOCK_TIERS):
-        first, stop = arrays["tier_starts"][:, i], arrays["tier_starts"][:, i + 1]
-        listed = [
-            (row, entry) for row in range(len(first)) for entry in range(first[row], stop[row])
-        ]
-        ids = sorted({int(arrays["block_table"][at]) for at in listed})
-        place = {index: i for i, index in enumerate(ids)}
-        for at in listed:
-            arrays["block_table"][at] = place[int(arrays["block_table"][at])]
-        there[tier] = torch.tensor(ids, dtype=torch.long)
-    copied = {
-        tier.name.lower(): replace(
-            blocks.tier(tier),
-            **{
-                name: part[ids].to(device, non_blocking=True)
-                for name, part in blocks.tier(tier).tensors().items()
-            },
-        )
-        for tier, ids in there.items()
-    }
-    sinks = {name: part.to(device) for name, part in blocks.sink.tensors().items()}
-    copied["sink"] = replace(blocks.sink, **sinks)
-    sent: dict[str, Any] = send(arrays, device)
-    return LayerBlocks(**copied), replace(meta, **sent)
+def _is_away_from(device: torch.device) -> bool:
+    """Whether blocks in CPU memory have to be copied to be read by many queries on a device."""
+    return device != CPU

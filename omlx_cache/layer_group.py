@@ -233,6 +233,9 @@ class LayerGroup:
     def commit(self) -> None:
         """Finish the step in progress, and give back the memory that it freed."""
         step = self.running_step
+        for plan in step.rows:
+            if plan.new_tokens and len(plan.recalled) < len(plan.sequence.offloaded):
+                plan.sequence.see_less()
         step.commit()
         if self.promise is not None:
             chosen = {id(row.sequence): row.recalled for row in step.rows}

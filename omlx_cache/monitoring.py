@@ -43,11 +43,23 @@ _GAUGES: dict[str, tuple[str, Callable[[CacheReport], float | None]]] = {
         "Blocks that the cache began with and that were read from the disk.",
         lambda r: r.blocks_from_disk,
     ),
+    "blocks_read_ahead": (
+        "Those of them that were read, or being read, when they were needed.",
+        lambda r: r.blocks_read_ahead,
+    ),
+    "read_ahead_seconds": (
+        "What those would have taken to read.",
+        lambda r: r.read_ahead_seconds,
+    ),
     "offloaded_blocks": ("Blocks in CPU memory.", lambda r: r.offloaded_blocks),
     "offloaded_bytes": ("Bytes that they take there.", lambda r: r.offloaded_bytes),
     "recall_hit_rate": (
         "Share of the recalled blocks that the step's own queries would have chosen, 0 to 1.",
         lambda r: r.recall_hit_rate,
+    ),
+    "copy_ahead_rate": (
+        "Share of the copies of a layer's blocks to the device that began before it ran, 0 to 1.",
+        lambda r: r.copy_ahead_rate,
     ),
     "sequences": ("Sequences in the cache.", lambda r: r.num_sequences),
 }

@@ -219,12 +219,11 @@ class StepPlan:
         """Do the same for the blocks in CPU memory."""
         if self._host is None:
             return {}
-        allocator = self._host.blocks
         return self._age(
             [(row.sequence.offloaded, row.length) for row in self.rows],
             [(row.offloaded, row.length) for row in self._others],
-            allocator,
-            lambda block: allocator.refs(block.tier, block.index),
+            self._host.blocks,
+            self._arena.num_holders_on_host,
         )
 
     def _tier_of(self, block: StoredBlock, length: int) -> Tier:

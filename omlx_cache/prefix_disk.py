@@ -40,15 +40,15 @@ import platformdirs
 import torch
 from torch import nn
 
-from omlx_cache.block_arena import BlockArena
+from omlx_cache.block_arena import BlockArena, Held
 from omlx_cache.block_pool import LayerPool, MemoryMeter
 from omlx_cache.devices import device_of
 from omlx_cache.prefix_tree import PrefixNode
-from omlx_cache.sequences import StoredBlock
 from omlx_cache.storage.background import BackgroundJobs
-from omlx_cache.storage.block_files import BlockFiles
+from omlx_cache.storage.block_files import BlockFiles, FoundBlock
 from omlx_cache.storage.block_tensors import CopiedBlock, copy_block, raw_to_block
 from omlx_cache.storage.fingerprint import block_fingerprint
+from omlx_cache.storage.read_ahead import ReadAhead
 from omlx_cache.storage.tensors import DTYPE_OF, DTYPES
 from omlx_kernels.layout import BlockFormat, Tier
 
@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 
 BACKLOG_BYTES = 512 * 2**20
 """The most that copies of blocks may hold while they wait to be written; one block always may."""
+
+READ_AHEAD_BYTES = 512 * 2**20
+"""The most that blocks may hold which were read before they were asked for."""
 
 _MAX_KNOWN = 2**17  # blocks of which to remember that they are on the disk: some tens of MB
 
@@ -94,15 +97,23 @@ class PrefixDisk:
         files: where they are.
         devices: of each layer of the model.
         meter: told of the pools that are made for what is read.
+        reads_ahead: whether a thread reads the next blocks while one is put in its place.
 
     Attributes:
         num_read: blocks that were read from the disk so far.
+        ahead: reads them; None: each when it is needed.
     """
 
     def __init__(
-        self, files: BlockFiles, devices: Sequence[torch.device], meter: MemoryMeter
+        self,
+        files: BlockFiles,
+        devices: Sequence[torch.device],
+        meter: MemoryMeter,
+        *,
+        reads_ahead: bool = True,
     ) -> None:
         self._files, self._devices, self._meter = files, devices, meter
+        self.ahead = ReadAhead(files.get, _num_bytes, READ_AHEAD_BYTES) if reads_ahead else None
         self._jobs = BackgroundJobs(BACKLOG_BYTES)
         self._known: dict[bytes, Tier] = {}  # files that are there, or on their way
         # digest of a block -> (number of a call, digest) of the partial blocks that it continues
@@ -124,7 +135,8 @@ class PrefixDisk:
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fingerprint = block_fingerprint(cache, spec.decoder)
         files = BlockFiles(directory, fingerprint, cache.config.max_disk_bytes)
-        return cls(files, [device_of(site.module) for site in spec.sites], meter)
+        devices = [device_of(site.module) for site in spec.sites]
+        return cls(files, devices, meter, reads_ahead=cache.config.prefetch)
 
     def offer(
         self, node: PrefixNode, group: int, arena: BlockArena, *, may_age: bool = False
@@ -140,12 +152,12 @@ class PrefixDisk:
         Returns:
             Whether it is there, or on its way.
         """
-        block, key = kept_block(arena, node), _key(node.digest, group)
-        if block is None or self._known.get(key) is block.tier:
+        held, key = arena.kept(node), _key(node.digest, group)
+        if held is None or self._known.get(key) is held.block.tier:
             return True
+        block, pools = held.block, held.pools
         if block.tier is Tier.HOT and may_age:
             return False
-        pools = pools_of(arena)
         size = sum(pool.format.bytes_per_block(block.tier) for pool in pools)
         if not (self._jobs.is_idle if self._is_failing else self._jobs.has_room(size)):
             return False
@@ -255,21 +267,34 @@ class PrefixDisk:
         """Believe no more that a block is on the disk: it is written when it is kept again."""
         self._known.pop(_key(digest, group), None)
 
-    def read(self, node: PrefixNode, group: int, arena: BlockArena, block: StoredBlock) -> bool:
-        """Read the block of a node into a free block of an arena, for which the pools have room.
+    def expect(self, places: Iterable[tuple[bytes, int]]) -> None:
+        """Begin to read blocks, named by their digests and the numbers of their layer groups."""
+        if self.ahead is not None:
+            self.ahead.expect([_key(*place) for place in places])
+
+    def _get(self, key: bytes, tier: Tier) -> FoundBlock | None:
+        """Return what is under a key; what was read ahead only if it is of the tier."""
+        found = None if self.ahead is None else self.ahead.take(key)
+        if found is not None and found.metadata.get("tier") == tier.name:
+            return found
+        return self._files.get(key)
+
+    def read(self, node: PrefixNode, group: int, place: Held) -> bool:
+        """Read the block of a node into a free block, for which the pools have room.
 
         Returns:
             Whether it is whole and what was asked for.
         """
         key = _key(node.digest, group)
-        found = self._files.get(key)
+        found = self._get(key, place.block.tier)
         if found is None:
             self._known.pop(key, None)
             return False
+        block = place.block
         if found.metadata.get("tier") != block.tier.name:  # another process has just replaced it
             return False
         try:
-            raw_to_block(found.tensors, pools_of(arena), block.tier, block.index, len(node.tokens))
+            raw_to_block(found.tensors, place.pools, block.tier, block.index, len(node.tokens))
         except ValueError as error:
             logger.warning(
                 "disk cache: a block in %s is not used: %s", self._files.directory, error
@@ -283,27 +308,17 @@ class PrefixDisk:
         self, arena: BlockArena, metadata: dict[str, str], size: int, sinks: int
     ) -> None:
         """Give an arena, in which no layer has run yet, the pools that a block was written from."""
-        if arena.pools:
-            return
-        for i, heads, dim, dtype in json.loads(metadata["layers"]):
-            block_format = BlockFormat(size, sinks, heads, dim, DTYPE_OF[dtype])
-            arena.pools[i] = LayerPool(block_format, self._devices[i], self._meter)
+        if not arena.pools:
+            for i, heads, dim, dtype in json.loads(metadata["layers"]):
+                block_format = BlockFormat(size, sinks, heads, dim, DTYPE_OF[dtype])
+                arena.pools[i] = LayerPool(block_format, self._devices[i], self._meter)
+        if arena.host is not None:
+            for i, pool in arena.pools.items():
+                arena.host.pool(i, pool)
 
 
-def kept_block(arena: BlockArena, node: PrefixNode) -> StoredBlock | None:
-    """Return the block (or sink page) that an arena keeps of a node."""
-    return arena.known_blocks.get(node) or arena.known_pages.get(node)
-
-
-def keep(arena: BlockArena, node: PrefixNode, block: StoredBlock) -> None:
-    """Let an arena keep a block (or sink page) of a node, as `kept_block` finds it."""
-    kept = arena.known_pages if block.tier is Tier.SINK else arena.known_blocks
-    kept.keep(node, block)
-
-
-def pools_of(arena: BlockArena) -> list[LayerPool]:
-    """Return the pools of an arena in the order of the layers."""
-    return [pool for _, pool in sorted(arena.pools.items())]
+def _num_bytes(found: FoundBlock) -> int:
+    return sum(memoryview(tensor.data).nbytes for tensor in found.tensors.values())
 
 
 def _key(digest: bytes, group: int) -> bytes:

@@ -1,9 +1,11 @@
-"""Bring what the disk has of some texts into the prefix store, where `PrefixStore.find` finds it.
+"""Bring what the disk has of some texts into the prefix store, where `PrefixFinder` finds it.
 
 Which blocks a text needs depends on how much of it is found: a group with a window needs none that
 the window has left behind. So the longest beginning is looked for first, by the headers of the
 files alone; then room is made for all that it lacks in memory, and only then are they read. What is
-needed is held meanwhile, or making room could drop it. Drawn for a group without a window::
+needed is held meanwhile, or making room could drop it. Where blocks may lie in CPU memory they are
+read into that, as far as there is room; `omlx_cache.prefix_places` moves them on. Drawn for a group
+without a window::
 
     text       SSSS BBBBBBBB BBBBBBBB BBBBBBBB BBBBBBBB bb...
     in memory    x      x        .        .        .     .
@@ -23,8 +25,9 @@ import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
+from omlx_cache.block_arena import BlockArena, Held
 from omlx_cache.layer_group import LayerGroup
-from omlx_cache.prefix_disk import PrefixDisk, keep, kept_block
+from omlx_cache.prefix_disk import PrefixDisk
 from omlx_cache.prefix_tree import ROOT_DIGEST, PrefixNode, PrefixTree, next_digest
 from omlx_cache.sequences import StoredBlock
 from omlx_kernels.errors import OutOfBlocksError
@@ -87,77 +90,113 @@ class PrefixLoader:
             for allocator, tier, index in self._held:
                 allocator.release(tier, index)
 
-    def _load(self, ids: np.ndarray) -> bool:
-        """Load what is there; return False after a block that should be there and isn't."""
-        chunks = self._longest(ids)
-        wanted = [
+    def expect(self, texts: Sequence[np.ndarray]) -> None:
+        """Begin to read what the disk has of texts and memory lacks, for a `load` to come."""
+        missing: dict[tuple[bytes, int], None] = {}
+        for ids in texts:
+            wanted = self._wanted(self._longest(ids))
+            missing |= {(c.digest, i): None for c, i in wanted if self._in_memory(c, i) is None}
+        self._disk.expect(missing)
+
+    def _wanted(self, chunks: Sequence[_Chunk]) -> list[_Place]:
+        """Return the blocks that a row needs to begin with some chunks."""
+        return [
             (chunk, i)
             for chunk in chunks
             for i in range(len(self._groups))
             if self._needs(i, chunk, chunks[-1].end)
         ]
+
+    def _load(self, ids: np.ndarray) -> bool:
+        """Load what is there; return False after a block that should be there and isn't."""
+        chunks = self._longest(ids)
+        wanted = self._wanted(chunks)
         blocks = {pair: self._in_memory(*pair) for pair in wanted}
-        missing = [pair for pair, block in blocks.items() if block is None]
+        missing = [pair for pair, held in blocks.items() if held is None]
         if not missing:
             return True
-        for (_, i), block in blocks.items():
-            if block is not None:
-                allocator = self._allocator(i, block.tier)
-                allocator.share(block.tier, block.index)
-                self._held.append((allocator, block.tier, block.index))
+        for held in blocks.values():
+            if held is not None:
+                held.allocator.share(held.block.tier, held.block.index)
+                self._held.append((held.allocator, held.block.tier, held.block.index))
         return self._read(chunks, blocks, self._make_room(missing))
 
-    def _allocator(self, group: int, tier: Tier) -> BlockAllocator:
-        arena = self._groups[group].arena
-        return arena.pages if tier is Tier.SINK else arena.blocks
-
-    def _make_room(self, missing: Sequence[_Place]) -> dict[_Place, StoredBlock]:
+    def _make_room(self, missing: Sequence[_Place]) -> dict[_Place, Held]:
         """Take a block for each place, in their order, as far as there is room."""
-        taken: dict[_Place, StoredBlock] = {}
+        taken: dict[_Place, tuple[StoredBlock, bool]] = {}
         for chunk, i in missing:
-            metadata = self._described(chunk, i)
-            tier = Tier[metadata["tier"]]
-            try:
-                (index,) = self._allocator(i, tier).allocate(tier, 1)
-            except OutOfBlocksError:
-                break
-            self._held.append((self._allocator(i, tier), tier, index))
-            taken[chunk, i] = StoredBlock(chunk.start, tier, index)
-        for (chunk, i), _ in taken.items():
             arena, geometry = self._groups[i].arena, self._groups[i].geometry
             metadata = self._described(chunk, i)
+            found = self._allocate(arena, Tier[metadata["tier"]])
+            if found is None:
+                break
+            index, is_away = found
+            block = StoredBlock(chunk.start, Tier[metadata["tier"]], index)
+            taken[chunk, i] = block, is_away
             self._disk.make_pools(arena, metadata, geometry.block_size, geometry.sink_tokens)
         for group in self._groups:
             for pool in group.pools:
                 pool.fit(group.capacity())
-        return taken
+            if group.arena.host is not None:
+                for layer in group.arena.host.pools:
+                    group.arena.host.fitted(layer)
+        return {
+            (chunk, i): self._groups[i].arena.held(block, is_away=is_away)
+            for (chunk, i), (block, is_away) in taken.items()
+        }
+
+    def _allocate(self, arena: BlockArena, tier: Tier) -> tuple[int, bool] | None:
+        """Take a block in CPU memory, else on the device; return its id and whether it is away."""
+        choices = [(arena.pages if tier is Tier.SINK else arena.blocks, False)]
+        if arena.host is not None and tier is not Tier.SINK:
+            choices.insert(0, (arena.host.blocks, True))
+        for allocator, is_away in choices:
+            try:
+                (index,) = allocator.allocate(tier, 1)
+            except OutOfBlocksError:
+                continue
+            self._held.append((allocator, tier, index))
+            return index, is_away
+        return None
 
     def _read(
         self,
         chunks: Sequence[_Chunk],
-        blocks: Mapping[_Place, StoredBlock | None],
-        new: Mapping[_Place, StoredBlock],
+        blocks: Mapping[_Place, Held | None],
+        new: Mapping[_Place, Held],
     ) -> bool:
         """Read the new blocks, and let the store keep them and those that memory has already."""
         node, before = self._tree.root, self._disk.num_read
+        self._disk.expect((chunk.digest, i) for chunk, i in new)
         try:
             for chunk in chunks:
                 node = self._tree.add(node, chunk.tokens)
                 for i, group in enumerate(self._groups):
-                    block = blocks.get((chunk, i))
+                    held = blocks.get((chunk, i))
                     if (chunk, i) in new:
-                        block = new[chunk, i]
-                        if not self._disk.read(node, i, group.arena, block):
-                            self._found[chunk.digest, i] = None
+                        held = new[chunk, i]
+                        if not self._disk.read(node, i, held):
+                            self._look_again(chunk, i, held.block.tier)
                             return False
-                    elif (chunk, i) in blocks and block is None:
+                        group.arena.note_written(held)
+                    elif (chunk, i) in blocks and held is None:
                         return True  # there was no room for it
-                    if block is not None:
-                        keep(group.arena, node, block)
+                    if held is not None:
+                        group.arena.keep(node, held)
         finally:
             self._prune(node)
             logger.info("disk cache: %d blocks read", self._disk.num_read - before)
         return True
+
+    def _look_again(self, chunk: _Chunk, group: int, tier: Tier) -> None:
+        """Note what is there of a block that couldn't be read, as one of a tier.
+
+        Another process may have replaced it by a colder one since its header was read: that one is
+        read in the next try.
+        """
+        there = self._disk.peek(chunk.digest, group)
+        is_another = there is not None and there["tier"] != tier.name
+        self._found[chunk.digest, group] = there if is_another else None
 
     def _longest(self, ids: np.ndarray) -> list[_Chunk]:
         """Return the chunks of the longest beginning of which all blocks are somewhere."""
@@ -231,9 +270,9 @@ class PrefixLoader:
         block = StoredBlock(chunk.start, Tier.HOT, 0)
         return not self._groups[group].geometry.is_released(block, length)
 
-    def _in_memory(self, chunk: _Chunk, group: int) -> StoredBlock | None:
+    def _in_memory(self, chunk: _Chunk, group: int) -> Held | None:
         node = self._nodes.get(chunk.digest)
-        return None if node is None else kept_block(self._groups[group].arena, node)
+        return None if node is None else self._groups[group].arena.kept(node)
 
     def _described(self, chunk: _Chunk, group: int) -> dict[str, str]:
         metadata = self._found[chunk.digest, group]

@@ -11,8 +11,9 @@ One thread at a time may touch the arenas, and holds the store's lock for a whol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,15 +21,18 @@ import numpy as np
 from omlx_cache.block_arena import BlockArena
 from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.config import CacheConfig
+from omlx_cache.host_tier import HostTier
 from omlx_cache.kept_blocks import KeptBlocks
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.policy.choice import ages
-from omlx_cache.prefix_disk import PrefixDisk, kept_block
+from omlx_cache.prefix_disk import PrefixDisk
+from omlx_cache.prefix_finding import PrefixFinder, take, touch
 from omlx_cache.prefix_loading import PrefixLoader
 from omlx_cache.prefix_tree import PrefixNode, PrefixTree
 from omlx_cache.sequences import Sequence as Row
 from omlx_cache.sequences import StoredBlock
 from omlx_cache.step_lock import StepLock
+from omlx_cache.tier_moves import move_idle
 from omlx_kernels.layout import Tier
 
 if TYPE_CHECKING:
@@ -37,11 +41,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The longest known beginning of a text: ``length`` tokens, and the nodes that hold them."""
+class Reads:
+    """What was read from the disk.
 
-    length: int
-    nodes: tuple[PrefixNode, ...]
+    Attributes:
+        blocks: how many blocks.
+        ahead: how many files were read, or being read, when they were needed.
+        seconds_saved: what those would have taken.
+    """
+
+    blocks: int = 0
+    ahead: int = 0
+    seconds_saved: float = 0.0
+
+    def since(self, before: Reads) -> Reads:
+        """Return what was read since ``before``."""
+        return Reads(
+            self.blocks - before.blocks,
+            self.ahead - before.ahead,
+            self.seconds_saved - before.seconds_saved,
+        )
 
 
 class PrefixStore:
@@ -75,17 +94,26 @@ class PrefixStore:
     def arena(self, key: Hashable) -> BlockArena:
         """Return the arena of the layer groups with a window, made on first use."""
         if key not in self._arenas:
-            arena = self._arenas[key] = BlockArena(self.config.max_gpu_blocks)
-            bound = self.config.prefix_cache_blocks
-            arena.kept_blocks = KeptBlocks(arena.blocks, bound, self._prune)
+            host = HostTier.from_config(self.config)
+            arena = self._arenas[key] = BlockArena(self.config.max_gpu_blocks, host)
+            bound, away = self.config.prefix_cache_blocks, None if host is None else host.blocks
+            kept = arena.kept_blocks = KeptBlocks(arena.blocks, bound, self._prune, away)
             arena.kept_pages = KeptBlocks(arena.pages, None)
-            arena.blocks.reclaim = arena.kept_blocks.reclaim
+            arena.blocks.reclaim = kept.reclaim
+            if host is not None:
+                arena.blocks.reclaim = partial(move_idle, arena)
+                host.blocks.reclaim = partial(kept.reclaim, is_away=True)
         return self._arenas[key]
 
     @property
-    def num_read(self) -> int:
-        """Blocks that were read from the disk so far."""
-        return 0 if self.disk is None else self.disk.num_read
+    def reads(self) -> Reads:
+        """What was read from the disk so far."""
+        if self.disk is None:
+            return Reads()
+        ahead = self.disk.ahead
+        if ahead is None:
+            return Reads(self.disk.num_read)
+        return Reads(self.disk.num_read, ahead.hits, ahead.seconds_saved)
 
     def open_disk(self, cache: PagedCache, spec: ModelSpec) -> None:
         """Find blocks in the directory of ``disk_cache`` from now on, and write them there.
@@ -113,68 +141,37 @@ class PrefixStore:
         """
         texts = [row[real][:-1] for row, real in zip(ids, valid, strict=True)]
         if self.disk is not None and not self._is_closed:
-            PrefixLoader(self.tree, self.disk, groups, self._is_hot, self._prune).load(texts)
-        known = [self.find(text, groups) for text in texts]
+            self._loader(self.disk, groups).load(texts)
+        finder = self.finder()
+        finder.come_back(texts, groups, valid.sum(1).tolist())
+        known = [finder.find(text, groups) for text in texts]
         lengths = np.array([prefix.length for prefix in known])
         missing = valid & (valid.cumsum(1) > lengths[:, None])
         first = np.where(missing.any(1), missing.argmax(1), valid.shape[1] - 1)
         columns = int(first.min())
         if columns:
-            self.take(known, groups)
+            take(known, groups)
         for group in groups:
             group.arena.known_blocks.trim()  # of what was loaded, the rows hold what they need
         return (columns, lengths) if columns else (0, np.zeros_like(lengths))
 
-    def find(self, ids: np.ndarray, groups: Sequence[LayerGroup]) -> Prefix:
-        """Find the longest beginning of a text whose blocks are all there.
+    def finder(self) -> PrefixFinder:
+        """Return what finds known beginnings of texts in memory."""
+        return PrefixFinder(self.tree, self._is_hot)
+
+    def _loader(self, disk: PrefixDisk, groups: Sequence[LayerGroup]) -> PrefixLoader:
+        return PrefixLoader(self.tree, disk, groups, self._is_hot, self._prune)
+
+    def expect(self, groups: Sequence[LayerGroup], texts: Sequence[np.ndarray]) -> None:
+        """Begin to read what the disk has of texts, for a `begin` that may come.
 
         Args:
-            ids: [num_tokens] int64.
-            groups: the layer groups that will attend to it; each needs what its window sees.
+            groups: the layer groups of any cache.
+            texts: [*] int64 each.
         """
-        path = self.tree.match(ids, self._is_hot)
-        while path:
-            length = path[-1][0].start + path[-1][1]
-            nodes = tuple(node for node, _ in path)
-            if all(self._row(group, nodes, length) is not None for group in groups):
-                return Prefix(length, nodes)
-            path.pop()
-        return Prefix(0, ())
-
-    def take(self, prefixes: Sequence[Prefix], groups: Sequence[LayerGroup]) -> None:
-        """Make rows of the groups that begin with ``prefixes``, as holders of their blocks."""
-        for group in groups:
-            found = [self._row(group, prefix.nodes, prefix.length) for prefix in prefixes]
-            rows = [row for row in found if row is not None]
-            group.arena.share(rows)
-            group.rows = rows
-            for prefix, row in zip(prefixes, rows, strict=True):
-                self._touch(group, prefix.nodes, {block.start for block in row.blocks})
-
-    @staticmethod
-    def _touch(group: LayerGroup, nodes: Sequence[PrefixNode], starts: Container[int]) -> None:
-        """Make the blocks of some nodes the most recently used, the first of a text last."""
-        for node in reversed(nodes):
-            if node.start in starts:
-                group.arena.known_blocks.touch(node)
-
-    def _row(self, group: LayerGroup, nodes: Sequence[PrefixNode], length: int) -> Row | None:
-        """Return the row that would continue behind ``length`` tokens; None: a block has left."""
-        sinks = group.geometry.sink_tokens
-        row = Row(length)
-        for node in nodes:
-            if self._is_sinks(node):
-                block = group.arena.known_pages.get(node)
-                row.sink_page = None if block is None else block.index
-            elif not group.geometry.is_released(StoredBlock(node.start, Tier.HOT, 0), length):
-                block = group.arena.known_blocks.get(node)
-                if block is not None:
-                    row.blocks.append(block)
-            else:
-                continue
-            if block is None:
-                return None
-        return row if not (sinks and length) or row.sink_page is not None else None
+        with self.lock:
+            if self.disk is not None and self.disk.ahead is not None and not self._is_closed:
+                self._loader(self.disk, groups).expect(texts)
 
     def keep(
         self, groups: Sequence[LayerGroup], texts: Mapping[int, np.ndarray], *, partial: bool
@@ -189,8 +186,9 @@ class PrefixStore:
         if self._is_closed:
             return
         for i, ids in texts.items():
-            known = min(len(ids), groups[0].rows[i].length)
-            self._keep_row(groups, i, ids[:known], partial)
+            whole = [row.whole for row in (group.rows[i] for group in groups)]
+            known = min([len(ids), groups[0].rows[i].length, *(n for n in whole if n is not None)])
+            self._keep_row(groups, i, ids[:known], partial and set(whole) == {None})
         for group in groups:
             group.arena.known_blocks.trim()
             group.arena.settle()
@@ -198,7 +196,7 @@ class PrefixStore:
     def _keep_row(
         self, groups: Sequence[LayerGroup], i: int, ids: np.ndarray, partial: bool
     ) -> None:
-        stored = [{block.start: block for block in group.rows[i].blocks} for group in groups]
+        stored = [_blocks_of(group.rows[i]) for group in groups]
         node, path = self.tree.root, []
         for chunk in self.tree.chunks(ids):
             at_sinks = node is self.tree.root and self.config.sink_tokens
@@ -214,7 +212,8 @@ class PrefixStore:
                 if at_sinks and page is not None:
                     group.arena.known_pages.keep(node, StoredBlock(0, Tier.SINK, page))
                 elif node.start in blocks:
-                    group.arena.known_blocks.keep(node, blocks[node.start])
+                    block, is_away = blocks[node.start]
+                    group.arena.known_blocks.keep(node, block, is_away=is_away)
                 if self.disk is not None:
                     may_age = not partial and ages(group.policy)
                     self.disk.offer(node, number, group.arena, may_age=may_age)
@@ -224,7 +223,7 @@ class PrefixStore:
                     if self.disk is not None:
                         self.disk.supersede(shorter, node)
         for group, blocks in zip(groups, stored, strict=True):
-            self._touch(group, path, blocks)
+            touch(group, path, blocks)
         if self.disk is not None and partial:
             self.disk.end_call(path, len(groups))
         if path:
@@ -243,7 +242,7 @@ class PrefixStore:
             (node, number, arena)
             for node in self.tree
             for number, arena in enumerate(self.arenas)
-            if kept_block(arena, node) is not None
+            if arena.kept(node) is not None
         ]
 
     def close(self) -> None:
@@ -284,11 +283,11 @@ class PrefixStore:
 
     def _is_hot(self, node: PrefixNode) -> bool:
         """Whether every arena has the block of a node in the model's dtype: it can be cut."""
-        blocks = [arena.known_blocks.get(node) for arena in self.arenas]
-        return all(block is not None and block.tier is Tier.HOT for block in blocks)
+        found = [arena.known_blocks.find(node) for arena in self.arenas]
+        return all(kept is not None and kept.block.tier is Tier.HOT for kept in found)
 
     def _is_whole(self, node: PrefixNode) -> bool:
-        return all(arena.known_blocks.get(node) for arena in self.arenas)
+        return all(arena.known_blocks.find(node) for arena in self.arenas)
 
     def _forget(self, node: PrefixNode) -> None:
         for arena in self.arenas:
@@ -298,7 +297,7 @@ class PrefixStore:
     def _prune(self, node: PrefixNode) -> None:
         """Forget a node without blocks and children, and its parents likewise."""
         while node.parent is not None and not node.children:
-            if any(arena.known_blocks.get(node) for arena in self.arenas):
+            if any(arena.known_blocks.find(node) for arena in self.arenas):
                 return
             for arena in self.arenas:
                 arena.known_pages.drop(node)
@@ -306,3 +305,9 @@ class PrefixStore:
                 return
             self.tree.remove(node)
             node = node.parent
+
+
+def _blocks_of(row: Row) -> dict[int, tuple[StoredBlock, bool]]:
+    """Return a row's blocks by their starts, each with whether it is in CPU memory."""
+    here = {block.start: (block, False) for block in row.blocks}
+    return here | {block.start: (block, True) for block in row.offloaded}

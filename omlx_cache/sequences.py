@@ -32,6 +32,8 @@ class Sequence:
         blocks: live blocks in the order of their positions.
         offloaded: blocks in CPU memory, in the order of their positions.
         dropped: starts of the blocks that pruning has dropped, inside of the window.
+        whole: tokens, from the first on, whose keys and values were computed with all of their
+            window at hand; None is all. Those behind are right for this row alone.
         mass: by the start of a block, the attention that it has got lately; see
             `omlx_cache.block_mass`. Empty where nobody asks.
         promise: by the start of an offloaded block, what the last step expected of it; see
@@ -43,6 +45,7 @@ class Sequence:
     blocks: list[StoredBlock] = field(default_factory=list)
     offloaded: list[StoredBlock] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
+    whole: int | None = None
     mass: dict[int, float] = field(default_factory=dict)
     promise: dict[int, float] = field(default_factory=dict)
 
@@ -57,6 +60,17 @@ class Sequence:
             promise=dict(self.promise),
         )
 
+    def lose(self, start: int) -> None:
+        """Note that the block that begins at ``start`` is dropped: later tokens don't see it."""
+        self.dropped.add(start)
+        self.mass.pop(start, None)
+        self.see_less()
+
+    def see_less(self) -> None:
+        """Note that tokens behind the present length are computed without some of their window."""
+        if self.whole is None:
+            self.whole = self.length
+
     def forget_before(self, position: int) -> None:
         """Forget what is known of the absent blocks that begin before ``position``."""
         self.dropped = {start for start in self.dropped if start >= position}
@@ -65,6 +79,8 @@ class Sequence:
     def forget_from(self, position: int) -> None:
         """Forget what is known of the absent blocks that begin at ``position`` or later."""
         self.dropped = {start for start in self.dropped if start < position}
+        if self.whole is not None and self.whole >= position:
+            self.whole = position if self.dropped else None
         self.mass = {start: mass for start, mass in self.mass.items() if start < position}
 
     @property

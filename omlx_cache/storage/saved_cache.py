@@ -199,6 +199,8 @@ class SavedCache:
                     name = _name(i, (place, tier), part)
                     stored = from_raw(sealed.read(name)).to(target.device)
                     target.index_copy_(0, torch.tensor(ids, device=target.device), stored)
+                if place == CPU and arena.host is not None:
+                    arena.host.note_bounds(layer.index, tier, ids)
         valid = None
         if "valid" in sealed.names:
             valid = from_raw(sealed.read("valid")).numpy()

@@ -64,6 +64,7 @@ def describe_rows(group: LayerGroup, contents: Contents) -> dict:
             else contents.places[DEVICE, Tier.SINK].get(row.sink_page),
             "blocks": [*described(DEVICE, row.blocks), *described(CPU, row.offloaded)],
             "dropped": sorted(row.dropped),
+            "whole": row.whole,
             "mass": sorted(row.mass.items()),
         }
         for row in group.rows
@@ -97,10 +98,10 @@ def restore_rows(group: LayerGroup, described: dict) -> dict[Space, list[int]]:
         page = None
         if row["sink_page"] is not None:
             page = ids[DEVICE, Tier.SINK][row["sink_page"]]
-        dropped, mass = set(row["dropped"]), dict(row["mass"])
-        group.rows.append(
-            Sequence(row["length"], page, held[DEVICE], held[CPU], dropped=dropped, mass=mass)
-        )
+        restored = Sequence(row["length"], page, held[DEVICE], held[CPU])
+        restored.dropped, restored.mass = set(row["dropped"]), dict(row["mass"])
+        restored.whole = row.get("whole", 0 if row["dropped"] else None)  # not in older files
+        group.rows.append(restored)
         named = [(allocators[place], b.tier, b.index) for place in held for b in held[place]]
         if page is not None:
             named.append((group.pages, Tier.SINK, page))

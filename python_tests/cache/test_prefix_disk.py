@@ -30,12 +30,13 @@ class DiskMachine(StoreMachine):
     @initialize(
         sinks=st.sampled_from([0, 4]),
         kept=st.none() | st.integers(1, 8),
-        room=st.none() | st.integers(8, 16),
+        room=st.sampled_from([None, 5, 8, 16]),
         kinds=st.sampled_from([["full"], ["window"], ["full", "window"]]),
+        host=st.sampled_from(["none", "unbounded", "unbounded", 2, 6]),
         bound=st.none() | st.integers(1, 12),
     )
-    def start(self, sinks, kept, room, kinds, bound):
-        super().start(sinks, kept, room, kinds)
+    def start(self, sinks, kept, room, kinds, host, bound):
+        super().start(sinks, kept, room, kinds, host, None, None)
         memory = Path("/dev/shm")
         self.directory = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
         self.bound = None if bound is None else bound * 20_000

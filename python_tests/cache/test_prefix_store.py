@@ -6,6 +6,7 @@ behind another text, written to while somebody else holds it, or moved without i
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from omlx_cache.block_pool import LayerPool, copy_blocks
 from omlx_cache.config import CacheConfig
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.policy.eviction import EvictionPolicy
 from omlx_cache.policy.tiering import TierPolicy
 from omlx_cache.prefix_store import PrefixStore
 from omlx_cache.sequences import Geometry, Sequence
@@ -42,10 +44,18 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         sinks=st.sampled_from([0, 4]),
         kept=st.none() | st.integers(1, 8),
-        room=st.none() | st.integers(8, 16),
+        room=st.sampled_from([None, 4, 6, 6, 8, 12]),
         kinds=st.sampled_from([["full"], ["window"], ["full", "window"]]),
+        host=st.sampled_from(["none", "unbounded", "unbounded", 2, 6]),
+        pruning=st.sampled_from([None, None, "oldest", "random"]),
+        recall=st.none() | st.integers(1, 3),
     )
-    def start(self, sinks, kept, room, kinds):
+    def start(self, sinks, kept, room, kinds, host, pruning, recall):
+        more = {}
+        if host != "none":
+            more = {"cpu_offload": True, "max_cpu_blocks": None if host == "unbounded" else host}
+        if host != "none" and recall is not None:
+            more |= {"recall": "topk", "recall_blocks": recall}
         config = CacheConfig(
             block_size=SIZE,
             sink_tokens=sinks,
@@ -53,6 +63,9 @@ class StoreMachine(RuleBasedStateMachine):
             max_gpu_blocks=room,
             prefix_cache=True,
             prefix_cache_blocks=kept,
+            recent_tokens=0,
+            pruning=pruning,
+            **more,
         )
         self.store, self.kinds, self.kept = PrefixStore(config, ()), kinds, kept
         for kind in kinds:
@@ -70,6 +83,8 @@ class StoreMachine(RuleBasedStateMachine):
                 keep_sinks=True,
                 policy=TierPolicy(0, ()),
                 arena=self.store.arena(kind),
+                eviction=EvictionPolicy.from_config(config),
+                recall=config.recall_blocks if config.recall == "topk" else None,
             )
             for kind in self.kinds
         ]
@@ -77,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
     def some_text(self, data) -> np.ndarray:
         known = self.texts[data.draw(st.integers(0, len(self.texts) - 1))]
         cut = data.draw(st.integers(0, len(known)))
-        fresh = data.draw(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 1)), max_size=3))
+        fresh = data.draw(st.lists(st.tuples(st.integers(1, 150), st.integers(0, 1)), max_size=3))
         return np.concatenate([known[:cut], *(np.full(n, t) for n, t in fresh)]).astype(np.int64)
 
     @precondition(lambda self: len(self.chats) < 4)
@@ -94,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.read(chat, text[columns:])
 
     @precondition(lambda self: self.chats)
-    @rule(data=st.data(), length=st.integers(1, 130), token=st.integers(0, 1))
+    @rule(data=st.data(), length=st.integers(1, 200), token=st.integers(0, 1))
     def go_on(self, data, length, token):
         self.read(data.draw(st.sampled_from(self.chats)), np.full(length, token))
 
@@ -117,6 +132,8 @@ class StoreMachine(RuleBasedStateMachine):
             copy_blocks(pool.blocks.hot, group.step.copies)
             copy_blocks(pool.blocks.sink, group.step.page_copies)
             tables = group.step.tables(torch.device("cpu"))
+            if group.promise is not None:
+                group.promise.add(0, values[:, None, None].repeat(1, 1, 32) / 65521, 1.0)
             places = [(pool.blocks.hot.k, tables.slots)]
             if tables.sink_slots is not None:
                 places.append((pool.blocks.sink.k, tables.sink_slots))
@@ -142,10 +159,20 @@ class StoreMachine(RuleBasedStateMachine):
         chat = self.chats.pop(data.draw(st.integers(0, len(self.chats) - 1)))
         self.store.abandon(tuple(chat.groups))
 
+    @precondition(lambda self: self.chats)
+    @rule(data=st.data(), length=st.integers(1, 130))
+    def end(self, data, length):
+        """A call as it usually ends: it goes on, keeps what it has, and is gone."""
+        chat = self.chats.pop(data.draw(st.integers(0, len(self.chats) - 1)))
+        self.read(chat, np.full(length, 1))
+        self.store.keep(chat.groups, {0: chat.text}, partial=True)
+        self.texts.append(chat.text)
+        self.store.abandon(tuple(chat.groups))
+
     @rule()
     def find_what_was_kept_last(self):
         groups = self.new_groups()
-        prefix = self.store.find(self.texts[-1], groups)
+        prefix = self.store.finder().find(self.texts[-1], groups)
         assert prefix.length <= len(self.texts[-1])
         for group in groups:
             group.leave()
@@ -157,9 +184,16 @@ class StoreMachine(RuleBasedStateMachine):
             for group in chat.groups:
                 (pool,), (row,) = group.pools, group.rows
                 assert row.length == len(chat.text)
-                for block in row.blocks:
-                    own = expected[block.start : block.start + SIZE]
-                    assert torch.equal(pool.blocks.hot.k[block.index, 0, : len(own), 0], own)
+                places = [(pool, row.blocks)]
+                if group.arena.host is not None and row.offloaded:
+                    places.append((group.arena.host.pools[0], row.offloaded))
+                for place, blocks in places:
+                    for block in blocks:
+                        own = expected[block.start : block.start + SIZE]
+                        assert torch.equal(place.blocks.hot.k[block.index, 0, : len(own), 0], own)
+                starts = [b.start for _, blocks in places for b in blocks] + list(row.dropped)
+                first = group.geometry.first_live(row.length)
+                assert sorted(starts) == list(range(first, row.length, SIZE))
                 sinks = expected[: group.geometry.sink_tokens]
                 if len(sinks):
                     assert torch.equal(pool.blocks.sink.k[row.sink_page, 0, : len(sinks), 0], sinks)
@@ -167,20 +201,34 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_holder_is_counted_and_no_block_is_lost(self):
         for arena in self.store.arenas if hasattr(self, "store") else ():
-            held: dict = {}
-            rows = [row for rows in arena.members for row in rows]
-            for block in (b for row in rows for b in row.blocks):
-                held[block.tier, block.index] = held.get((block.tier, block.index), 0) + 1
-            for block in arena.kept_blocks:
-                held[block.tier, block.index] = held.get((block.tier, block.index), 0) + 1
-            room = max([index for _, index in held], default=0) + 2
-            for tier in BLOCK_TIERS:
-                for index in range(room):
-                    assert arena.blocks.refs(tier, index) == held.get((tier, index), 0)
-            assert arena.blocks.num_used == len(held)
+            rows = arena.rows
+            held = Counter((False, b.tier, b.index) for row in rows for b in row.blocks)
+            held += Counter((True, b.tier, b.index) for row in rows for b in row.offloaded)
+            held += Counter((k.is_away, k.block.tier, k.block.index) for k in arena.kept_blocks)
+            room = max([index for *_, index in held], default=0) + 2
+            for is_away in (False, True) if arena.host is not None else (False,):
+                allocator = arena.host.blocks if is_away else arena.blocks
+                for tier in BLOCK_TIERS:
+                    for index in range(room):
+                        assert allocator.refs(tier, index) == held[is_away, tier, index]
+                assert allocator.num_used == sum(place == is_away for place, *_ in held)
+                assert allocator.max_blocks is None or allocator.num_used <= allocator.max_blocks
             pages = {row.sink_page for row in rows} - {None}
-            pages |= {page.index for page in arena.kept_pages}
+            pages |= {page.block.index for page in arena.kept_pages}
             assert arena.pages.num_used == len(pages)
+
+    @invariant()
+    def only_what_was_read_with_all_of_its_window_is_kept(self):
+        """What a row has read since it lost a part of its window must be found by nobody."""
+        for chat in getattr(self, "chats", ()):
+            losses = [g.rows[0].whole for g in chat.groups if g.rows[0].whole is not None]
+            for group in chat.groups if losses else ():
+                own = [(False, block) for block in group.rows[0].blocks]
+                own += [(True, block) for block in group.rows[0].offloaded]
+                for node in self.store.tree:
+                    kept = group.arena.kept_blocks.find(node)
+                    if kept is not None and (kept.is_away, kept.block) in own:
+                        assert node.end <= min(losses)
 
     @invariant()
     def the_tree_holds_nothing_but_what_is_kept(self):
@@ -188,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         leaves = [node for node in self.store.tree if not node.children]
         for node in leaves:
-            kept = [a.kept_blocks.get(node) or a.kept_pages.get(node) for a in self.store.arenas]
+            kept = [a.kept_blocks.find(node) or a.kept_pages.find(node) for a in self.store.arenas]
             assert any(kept)
 
     def teardown(self):
@@ -198,6 +246,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
             for arena in self.store.arenas:
                 assert (arena.blocks.num_used, arena.pages.num_used) == (0, 0)
+                assert arena.host is None or arena.host.blocks.num_used == 0
                 assert arena.capacity() == dict.fromkeys(Tier, 0)
 
 

@@ -90,7 +90,7 @@ def test_files_are_what_memory_keeps_and_no_warmer(tmp_path):
         text = say(model, with_message(text, turn))
     assert omlx_cache.flush(model)
     (arena,) = state_of(model).store.arenas
-    kept = sorted([b.tier.name for b in arena.kept_blocks] + ["SINK"])
+    kept = sorted([kept.block.tier.name for kept in arena.kept_blocks] + ["SINK"])
     stored = []
     for path in files_of(tmp_path):
         with safe_open(path, "pt") as file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from tiny import left_padded, random_ids, tiny_model
@@ -9,6 +11,7 @@ from tiny import left_padded, random_ids, tiny_model
 import omlx_cache
 from omlx_cache import host_attention
 from omlx_cache.compat import cache_name
+from omlx_cache.layers_ahead import LayersAhead
 from omlx_kernels.errors import OutOfBlocksError
 
 SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 64}
@@ -59,23 +62,27 @@ def test_soft_caps_learned_sinks_and_windows(family):
     assert torch.equal(again, text)
 
 
-def test_blocks_are_copied_to_the_device_for_the_queries_of_a_prompt(monkeypatch):
-    logits, _, _ = run({"cache_bits": 8}, ragged(), 1)
-    calls = []
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_blocks_are_copied_to_the_device_for_the_queries_of_a_prompt(monkeypatch, precision):
+    """The copies are the same whether they began before their layer ran, or not, or failed."""
+    logits, text, _ = run(precision | ROOM, ragged(), 10)
+    monkeypatch.setattr(host_attention, "_is_away_from", lambda device: True)
+    send, chance = LayersAhead._send, random.Random(0)
 
-    def attend(host, layer, q, *, meta, **kwargs):
-        blocks, near = host_attention.copied_to(q.device, host.pools[layer].blocks, meta)
-        calls.append(blocks)
-        split_mass, lse = kwargs.pop("split_mass"), kwargs.pop("lse")
-        return host_attention.ops.paged_attention(
-            q, blocks, near, split_mass=split_mass, lse=lse, **kwargs
-        )
+    def failing(self, layer, device, *, is_ahead):
+        if is_ahead and chance.random() < 0.5:
+            raise torch.OutOfMemoryError
+        return send(self, layer, device, is_ahead=is_ahead)
 
-    monkeypatch.setattr("omlx_cache.paged_layer.attend_on_host", attend)
-    found, _, _ = run({"cache_bits": 8} | ROOM, ragged(), 1)
-    assert calls
-    error = (found - logits)[ragged()["attention_mask"].bool()].abs().max()
-    assert error < 0.005 * logits.std()
+    for prefetch, way in ((True, send), (False, send), (True, failing)):
+        monkeypatch.setattr(LayersAhead, "_send", way)
+        found, again, cache = run(precision | ROOM | {"prefetch": prefetch}, ragged(), 10)
+        real = ragged()["attention_mask"].bool()
+        assert torch.equal(found[real], logits[real])
+        assert torch.equal(again, text)
+        rate = cache.report().copy_ahead_rate
+        assert (rate == float(prefetch)) if way is send else (0 < rate < 1)
+        assert all(not group.arena.host.ahead._coming for group in cache.groups)
 
 
 def test_recall_of_all_there_are_is_recall_of_all():

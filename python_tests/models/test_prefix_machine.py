@@ -36,8 +36,14 @@ class PrefixMachine(RuleBasedStateMachine):
         family=st.sampled_from(["llama", "mistral-window"]),
         room=st.none() | st.integers(20, 40),
         kept=st.none() | st.integers(1, 12),
+        away=st.sampled_from([None, "unbounded", "unbounded", 3, 9]),
     )
-    def start(self, family, room, kept):
+    def start(self, family, room, kept, away):
+        if away and room:  # the rows of a batch and a chunk need some
+            room //= 2
+        offload = {"cpu_offload": bool(away)}
+        if away not in (None, "unbounded"):
+            offload["max_cpu_blocks"] = away
         self.stock, self.model = tiny_model(family), tiny_model(family)
         self.can_crop = family == "llama"
         omlx_cache.patch(
@@ -48,6 +54,7 @@ class PrefixMachine(RuleBasedStateMachine):
             prefix_cache=True,
             prefix_cache_blocks=kept,
             max_gpu_blocks=room,
+            **offload,
         )
         self.kept, self.held, self.stores = kept, [], {}
         self.texts = [torch.zeros((1, 0), dtype=torch.long)]
@@ -153,4 +160,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=8, stateful_step_count=12)
+TestPrefixMachine.settings = settings(max_examples=10, stateful_step_count=14)

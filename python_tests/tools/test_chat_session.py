@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny_chat import save_tiny_chat_model
 
 import omlx_cache
 from omlx_cache.conversation import Conversation
+from omlx_cache.patch_state import state_of
 from omlx_cache.tools.loading import load_model, load_tokenizer
 
 CONFIG = {"block_size": 64, "cache_bits": 16, "prefix_cache": True}
@@ -124,3 +126,39 @@ def test_without_the_store_it_is_refused(directory, tokenizer):
     model = omlx_cache.patch(load_model(directory, device="cpu"))
     with pytest.raises(ValueError, match="prefix_cache=True, got False"):
         omlx_cache.ChatSession(model, tokenizer)
+
+
+def test_a_session_begins_to_read_before_its_turns(directory, tokenizer, tmp_path):
+    def opened():
+        config = CONFIG | {"disk_cache": tmp_path / "blocks"}
+        return omlx_cache.patch(load_model(directory, device="cpu"), **config)
+
+    def staged(model) -> int:
+        store = state_of(model).prefix_store()
+        for _ in range(200):  # until its thread has begun, and then until it has ended
+            if store.disk is not None and store.disk.ahead._slots:
+                break
+            time.sleep(0.01)
+        store.disk.ahead.wait()
+        return len(store.disk.ahead._slots)
+
+    model = opened()
+    chat = omlx_cache.ChatSession(model, tokenizer, system=SYSTEM)
+    chat.send("Hello?", **SAY)
+    chat.save(tmp_path / "chat")
+    assert omlx_cache.flush(model)
+    model = opened()
+    chat = omlx_cache.ChatSession(model, tokenizer, system=SYSTEM)
+    assert staged(model) >= 3  # of the system prompt: the sinks, and whole blocks
+    expected = said_by_stock(directory, tokenizer, ["Hello?", "And you?"], SYSTEM)
+    assert [chat.send(each, **SAY) for each in ("Hello?", "And you?")] == expected
+    assert omlx_cache.report(model).blocks_from_disk == 0  # it was in memory by then
+    assert omlx_cache.flush(model)
+    model = opened()
+    again = omlx_cache.ChatSession(model, tokenizer)
+    again._chat.restore(chat._chat.to_data())
+    again.prefetch()
+    assert staged(model) >= 3
+    again.send("Well?", **SAY)
+    report = omlx_cache.report(model)
+    assert report.blocks_read_ahead == report.blocks_from_disk >= 3
