@@ -34,6 +34,7 @@ from omlx_cache.patch_state import (
 )
 from omlx_cache.prefix_disk import check_storable
 from omlx_cache.reuse import check_reusable
+from omlx_cache.rope_switch import PREPARE, may_switch, preparing
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 Model = TypeVar("Model")
@@ -88,6 +89,8 @@ def patch(
     _replace_method(state, inner, "generate", _generate)
     _replace_method(state, inner, "create_masks_for_generate", _create_masks_for_generate)
     _replace_method(state, inner, "init_continuous_batching", _refuse_continuous_batching)
+    if may_switch(inner, state.spec.decoder):
+        _replace_method(state, inner, PREPARE, preparing(inner))
     return model
 
 
