@@ -1,6 +1,6 @@
-"""Shadow a module's method by another function, under the hooks of accelerate, and take it away again.
+"""Shadow a module's method by a function, under the hooks of accelerate, and take it away again.
 
-accelerate hooks a module by an instance attribute, and keeps what stood there for when the hook goes:
+accelerate hooks a module by an instance attribute, and keeps what stood there for later:
 
     module.forward = hooked            calls module._old_forward
     module._old_forward = the method
