@@ -75,13 +75,21 @@ class CacheReport:
     def __str__(self) -> str:
         mb = 1e6
         tiers = ", ".join(f"{name} {size / mb:.2f}" for name, size in self.bytes_by_tier.items())
-        saved = 1 - self.total_bytes / self.unquantized_bytes if self.unquantized_bytes else 0.0
         return (
             f"[KV cache] {self.cached_tokens} of {self.seen_tokens} tokens in "
             f"{self.active_blocks}/{self.total_blocks} blocks "
             f"({self.block_utilization:.0%} full), {self.total_bytes / mb:.2f} MB ({tiers}), "
-            f"peak {self.peak_bytes / mb:.2f} MB, {saved:.0%} saved"
+            f"peak {self.peak_bytes / mb:.2f} MB, {self._saving()}"
         )
+
+    def _saving(self) -> str:
+        """Compare with an unpaged cache; a chat shorter than its first blocks saves nothing yet."""
+        if not self.unquantized_bytes:
+            return "nothing stored yet"
+        if self.total_bytes > self.unquantized_bytes:
+            more = (self.total_bytes - self.unquantized_bytes) / 1e6
+            return f"{more:.2f} MB more than unpaged, for blocks that are not full yet"
+        return f"{1 - self.total_bytes / self.unquantized_bytes:.0%} saved"
 
 
 def report_of(cache: PagedCache) -> CacheReport:

@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from omlx_cache.config import CacheConfig
 from omlx_cache.fingerprint import fingerprint
 from omlx_cache.inspection import ModelSpec
 from omlx_cache.prefix_store import PrefixStore
+from omlx_cache.stand_ins import StandIn
 from omlx_cache.unwrap import unwrap
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PatchState:
         spec: what was read from the model.
         configs: (module, the configuration object that it read before).
         hooks: (module, number) of the forward hooks that were added.
-        methods: (module, method name, the instance attribute before or None) replaced.
+        methods: what stands in for methods of the model.
         last_cache: the cache that the model used last, while it lives.
         last_report: that cache's last snapshot, which outlives it.
         store: what later calls may reuse; see `prefix_store`.
@@ -45,7 +45,7 @@ class PatchState:
     spec: ModelSpec
     configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
     hooks: list[tuple[nn.Module, int]] = field(default_factory=list)
-    methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    methods: list[StandIn] = field(default_factory=list)
     last_cache: weakref.ref[PagedCache] | None = None
     last_report: CacheReport | None = None
     store: PrefixStore | None = None
@@ -76,9 +76,7 @@ class PatchState:
 
     def original(self, owner: nn.Module, name: str) -> Callable:
         """Return the method that the patch shadows, bound, on ``owner``."""
-        before = next(b for module, n, b in self.methods if module is owner and n == name)
-        # Not a bound method: torch 2.11 can trace none that is made here.
-        return before if before is not None else partial(getattr(type(owner), name), owner)
+        return next(s for s in self.methods if s.module is owner and s.name == name).original()
 
     def used(self, cache: PagedCache, *, snapshot: bool) -> None:
         """Remember ``cache`` as the last one, without keeping it alive.

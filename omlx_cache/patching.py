@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +33,8 @@ from omlx_cache.patch_state import (
 )
 from omlx_cache.prefix_disk import check_storable
 from omlx_cache.reuse import check_reusable
+from omlx_cache.rope_switch import PREPARE, may_switch, preparing
+from omlx_cache.stand_ins import StandIn
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 Model = TypeVar("Model")
@@ -88,30 +89,35 @@ def patch(
     _replace_method(state, inner, "generate", _generate)
     _replace_method(state, inner, "create_masks_for_generate", _create_masks_for_generate)
     _replace_method(state, inner, "init_continuous_batching", _refuse_continuous_batching)
+    if may_switch(inner, state.spec.decoder):
+        _replace_method(state, inner, PREPARE, preparing(inner))
     return model
 
 
 def unpatch(model: Model) -> Model:
     """Put the original attention, forward and generate back; return ``model``.
 
-    Does nothing to a model that isn't patched.
+    Does nothing to a model that isn't patched. Hooks that accelerate has added meanwhile stay.
+
+    Raises:
+        RuntimeError: something else has replaced a method that `patch` had replaced, and would be
+            lost; nothing is changed then.
     """
     inner = unwrap(model)
     state = find_state(inner)
     if state is None:
         return model
+    for stand_in in state.methods:
+        stand_in.check()
     state.close_store()
     for site in state.spec.sites:
         setattr(site.parent, site.name, getattr(site.parent, site.name).hand_back())
     remove_capturing_hooks(state.spec.decoder, state.hooks)
     for module, config in state.configs:
         module.config = config
-    for module, name, before in state.methods:
-        if before is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = before
-        detach_state(module)
+    for stand_in in state.methods:
+        stand_in.withdraw()
+        detach_state(stand_in.module)
     return model
 
 
@@ -209,9 +215,8 @@ def _give_own_configs(state: PatchState) -> None:
 
 
 def _replace_method(state: PatchState, module: nn.Module, name: str, function: Callable) -> None:
-    """Shadow a method by an instance attribute, and remember what stood there."""
-    state.methods.append((module, name, module.__dict__.get(name)))
-    module.__dict__[name] = MethodType(function, module)
+    """Shadow a method by a function, and remember what stood there."""
+    state.methods.append(StandIn.put(module, name, function))
     attach_state(module, state)
 
 

@@ -54,6 +54,101 @@ def test_all_weights_come_and_go(accelerate):
     assert torch.equal(greedy(model, INPUTS, 10), want)
 
 
+class Spy:
+    """A hook of accelerate that counts its calls."""
+
+    def __init__(self, accelerate):
+        class Hook(accelerate.hooks.ModelHook):
+            calls = 0
+
+            def pre_forward(self, module, *args, **kwargs):
+                Hook.calls += 1
+                return args, kwargs
+
+        self.hook = Hook()
+
+    def add_to(self, accelerate, module, append=False):
+        accelerate.hooks.add_hook_to_module(module, self.hook, append=append)
+
+    def taken(self):
+        """Return how often it was called since this was asked last."""
+        calls, type(self.hook).calls = type(self.hook).calls, 0
+        return calls
+
+
+def spied_modules(model):
+    return {"model": model, "decoder": model.model, "attention": model.model.layers[0].self_attn}
+
+
+@pytest.mark.parametrize("where", ["model", "decoder", "attention"])
+def test_a_hook_that_is_added_to_a_patched_model_outlives_unpatch(accelerate, where):
+    model, spy = tiny_model(), Spy(accelerate)
+    want = greedy(model, INPUTS, 5)
+    omlx_cache.patch(model, **EXACT)
+    spy.add_to(accelerate, spied_modules(model)[where])
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert spy.taken() > 0
+    omlx_cache.unpatch(model)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert spy.taken() > 0
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert spy.taken() == 0
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_hooks_that_are_exchanged_on_a_patched_model(accelerate, append):
+    """The cache serves the model whichever hooks come and go, and unpatch brings none back."""
+    model, first, second = tiny_model(), Spy(accelerate), Spy(accelerate)
+    want = greedy(model, INPUTS, 5)
+    first.add_to(accelerate, model.model)
+    omlx_cache.patch(model, **EXACT)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert first.taken() > 0
+    second.add_to(accelerate, model.model, append=append)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert (first.taken() > 0) is append
+    assert second.taken() > 0
+    accelerate.hooks.remove_hook_from_module(model.model)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert omlx_cache.report(model).seen_tokens > 0
+    omlx_cache.unpatch(model)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+    assert first.taken() == second.taken() == 0
+    omlx_cache.patch(model, **EXACT)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+
+
+def test_all_weights_of_a_patched_model_come_and_go(accelerate):
+    model = tiny_model()
+    want = greedy(model, INPUTS, 10)
+    omlx_cache.patch(model, **EXACT)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].self_attn.q_proj.weight.is_meta
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+    omlx_cache.unpatch(model)
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+    assert model.model.layers[0].self_attn.q_proj.weight.is_meta
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert torch.equal(greedy(model, INPUTS, 10), want)
+    assert not model.model.layers[0].self_attn.q_proj.weight.is_meta
+
+
+def test_unpatch_refuses_to_drop_a_wrapper_of_another():
+    model = tiny_model()
+    want = greedy(model, INPUTS, 5)
+    omlx_cache.patch(model, **EXACT)
+    inner = model.model.forward
+    model.model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(RuntimeError, match=r"LlamaModel\.forward must be as patch left it"):
+        omlx_cache.unpatch(model)
+    assert torch.equal(greedy(model, INPUTS, 5), want)  # still patched
+    assert omlx_cache.report(model).seen_tokens > 0
+    model.model.forward = inner
+    omlx_cache.unpatch(model)
+    assert torch.equal(greedy(model, INPUTS, 5), want)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device: CUDA")
 def test_layers_on_two_devices(accelerate, tmp_path):
     model = tiny_model()
