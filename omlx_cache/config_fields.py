@@ -163,9 +163,10 @@ class ConfigFields(BaseModel):
         None,
         "a number between 0 and 1, or null",
         "The share of the cache's memory to save, instead of cache_bits or tiers: 0.6 keeps it at "
-        "40 % of what the same tokens take in the model's dtype, everything counted. The oldest "
-        "blocks get as cold as that takes and no colder: first 4-bit V, then 4-bit K. Holds "
-        "from 4096 tokens on; shorter texts save less.",
+        "40 % of what the same tokens take in 16 bits, everything counted (a float32 model stores "
+        "the same tokens alike, and saves more of its own bytes). The oldest blocks get as cold "
+        "as that takes and no colder: first 4-bit V, then 4-bit K. Holds from 4096 tokens on; "
+        "shorter texts save less.",
         gt=0,
         lt=1,
     )

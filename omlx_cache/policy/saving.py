@@ -11,13 +11,18 @@ turning all old blocks from K8V8 to K8V4 before the first one turns to K4V4::
 How many follows from the number of old blocks alone, taken at the worst moment between two
 conversions. The target holds from `HOLDS_FROM` tokens on. A shorter text, most of which may be
 hot, is never colder than it will have to be then: a block that got colder stays so.
+
+Bytes are those of a 16-bit model. One in float32 chooses alike, and saves more of its own bytes:
+what a setting does to the quality doesn't depend on the dtype in which it is measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+
+import torch
 
 from omlx_cache.sequences import Geometry
 from omlx_kernels.layout import BlockFormat, Tier
@@ -34,7 +39,7 @@ class SavingPolicy:
         target: the share to save, between 0 and 1.
         recent_tokens: the newest tokens, which stay in the model's dtype.
         geometry: the group's blocks and window.
-        bytes_per_block: bytes of a HOT, K8V8, K8V4 and K4V4 block.
+        bytes_per_block: bytes of a HOT, K8V8, K8V4 and K4V4 block in a 16-bit model.
     """
 
     target: float
@@ -53,14 +58,14 @@ class SavingPolicy:
         Raises:
             ValueError: when not even 4 bits save that much.
         """
-        size_of = block_format.bytes_per_block
+        size_of = replace(block_format, dtype=torch.float16).bytes_per_block
         sizes = size_of(Tier.HOT), size_of(Tier.K8V8), size_of(Tier.K8V4), size_of(Tier.K4V4)
         most = 1 - sizes[-1] / sizes[0]
         if target >= most:
             raise ValueError(
                 f"target_saving must be below {most:.3f} for this model (head_dim "
-                f"{block_format.head_dim}, {block_format.dtype}), which is what 4-bit blocks save, "
-                f"got {target}; use a smaller target, or a window_size"
+                f"{block_format.head_dim}), which is what 4-bit blocks save of 16-bit ones, got "
+                f"{target}; use a smaller target, or a window_size"
             )
         return cls(target, recent_tokens, geometry, sizes)
 

@@ -72,3 +72,8 @@ def test_no_colder_than_it_takes():
 def test_what_can_not_be_saved_is_refused():
     with pytest.raises(ValueError, match=r"target_saving must be below 0\.719 for this model"):
         policy_for(0.75, BlockFormat(256, 4, 1, 128, torch.float16))
+
+
+def test_a_float32_model_chooses_as_its_16_bit_form():
+    half, full = (BlockFormat(256, 4, 1, 64, dtype) for dtype in (torch.float16, torch.float32))
+    assert tiers_at(policy_for(0.6, half), 8192) == tiers_at(policy_for(0.6, full), 8192)
