@@ -10,7 +10,10 @@ NOTHING = "–"
 
 
 def peers_table(data: dict) -> str:
-    """Return the results as Markdown: a row for each contender, and why who did not run didn't."""
+    """Return the results as Markdown: a row for each contender, and why who did not run didn't.
+
+    What was measured for none of them has no column.
+    """
     setup, rows = data["setup"], data["results"]
     lengths = sorted({int(n) for row in rows.values() for n in row.get("speed", {}) if n.isdigit()})
     head = [
@@ -20,7 +23,7 @@ def peers_table(data: dict) -> str:
         "same top token",
         *(f"speed at {n}" for n in lengths),
     ]
-    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    table: dict[str, list[str]] = {}
     failed: dict[str, list[str]] = {}
     for name, row in rows.items():
         for reason in dict.fromkeys(_errors(row)):
@@ -28,8 +31,12 @@ def peers_table(data: dict) -> str:
         if any("error" not in row[m] for m in ("quality", "memory", "speed") if m in row):
             cells = [*_memory(row.get("memory", {})), *_quality(row.get("quality", {}))]
             cells += [_speed(row.get("speed", {}).get(str(n), {})) for n in lengths]
-            label = f"**{name}**" if name.startswith("omlx_cache") else name
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            table[f"**{name}**" if name.startswith("omlx_cache") else name] = cells
+    measured = [i for i in range(len(head)) if any(row[i] != NOTHING for row in table.values())]
+    lines = [f"| | {' | '.join(head[i] for i in measured)} |", "|---" * (len(measured) + 1) + "|"]
+    lines += [
+        f"| {label} | {' | '.join(cells[i] for i in measured)} |" for label, cells in table.items()
+    ]
     if failed:
         lines += ["", "Did not run, or not all of it:", ""]
         for reason, names in failed.items():
