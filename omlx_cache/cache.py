@@ -24,20 +24,15 @@ from omlx_cache.cache_report import CacheReport, report_of
 from omlx_cache.columns import Columns
 from omlx_cache.compat import Cache
 from omlx_cache.compiled import new_handle
-from omlx_cache.config import CacheConfig
 from omlx_cache.host_tier import HostTier
-from omlx_cache.inspection import head_dim_of
-from omlx_cache.layer_group import LayerGroup
+from omlx_cache.layer_groups import build_layers
+from omlx_cache.masks import read_mask, row_indices
 from omlx_cache.observer import Observer
-from omlx_cache.paged_layer import PagedLayer
 from omlx_cache.patch_state import PatchState, state_of
-from omlx_cache.policy.choice import kept_layers, policy_of
-from omlx_cache.policy.eviction import EvictionPolicy
 from omlx_cache.prefix_store import Reads
-from omlx_cache.sequences import Geometry, Sequence
+from omlx_cache.sequences import Sequence
 from omlx_cache.step_lock import StepLock
 from omlx_cache.storage.saved_cache import SavedCache, save_cache
-from omlx_kernels.layout import BlockFormat
 
 _UNQUANTIZED = {
     "cache_bits": 16,
@@ -93,41 +88,13 @@ class PagedCache(Cache):
         self._store = state.prefix_store() if self.config.prefix_cache else None
         self._lock = StepLock() if self._store is None else self._store.lock
         self.meter = MemoryMeter() if self._store is None else self._store.meter
-        self.groups: list[LayerGroup] = []
         self.reused_tokens, self.reads = 0, Reads()
         self._columns = Columns()
         self._step: tuple[np.ndarray, torch.Tensor | None] | None = None  # columns and their ids
         self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
         self._traced_by: int | None = None  # the thread whose compiled graph runs the step
         self.handle = new_handle(self)
-        groups: dict[tuple, LayerGroup] = {}
-        layers = []
-        eviction = EvictionPolicy.from_config(self.config)
-        spec, kept = state.spec, kept_layers(self.config, len(state.spec.windows))
-        for i, (own, sinks) in enumerate(zip(spec.windows, spec.sink_distances, strict=True)):
-            window, keep_sinks = _effective_window(own, self.config, spec.trained_length)
-            keep_sinks = keep_sinks and (window is None or sinks.can_pin)
-            geometry = Geometry(self.config.block_size, self.config.sink_tokens, window)
-            block_format = BlockFormat(
-                geometry.block_size,
-                geometry.sink_tokens,
-                1,
-                head_dim_of(spec.sites[i].module),
-                spec.decoder.dtype,
-            )
-            policy = policy_of(self.config, geometry, block_format, is_kept=i in kept)
-            key = geometry, keep_sinks, policy
-            if key not in groups:
-                groups[key] = LayerGroup(
-                    geometry,
-                    keep_sinks=keep_sinks,
-                    policy=policy,
-                    arena=self._arena(key),
-                    eviction=eviction,
-                    recall=self.config.recall_blocks if self.config.recall == "topk" else None,
-                )
-            layers.append(PagedLayer(i, groups[key], self.meter, sinks.rotation))
-        self.groups += groups.values()
+        self.groups, layers = build_layers(state.spec, self.config, self._arena, self.meter)
         super().__init__(layers=layers)
         self._own_layers()
         if self.config.disk_cache and self._store is not None:
@@ -175,24 +142,7 @@ class PagedCache(Cache):
             )
         if attention_mask is None:
             return np.ones((batch_size, columns), bool)
-        if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
-            got = getattr(attention_mask, "shape", type(attention_mask).__name__)
-            raise NotImplementedError(
-                f"PagedCache: attention_mask must be a 2-D tensor [batch, columns], got {got}; "
-                f"custom masks can't be served from a paged cache"
-            )
-        given = attention_mask.detach().cpu()
-        if not ((given == 0) | (given == 1)).all():
-            raise ValueError(
-                "PagedCache: attention_mask must hold 1 for tokens and 0 for padding, got other "
-                "values; an additive mask can't be served"
-            )
-        mask = given.bool().numpy()
-        if mask.shape not in ((batch_size, past + columns), (batch_size, columns)):
-            raise ValueError(
-                f"PagedCache: attention_mask must be [{batch_size}, {past + columns}] (the "
-                f"{past} columns in the cache and {columns} new ones), got {list(mask.shape)}"
-            )
+        mask = read_mask(attention_mask, batch_size, past, columns)
         if past and mask.shape[1] == past + columns:
             self._follow_mask(mask[:, :past])
         return mask[:, -columns:] if columns else mask[:, :0]
@@ -203,21 +153,10 @@ class PagedCache(Cache):
         That is how the padding of a row that ended early looks in the next turn: it was stored as
         it was generated, and only the next mask tells that it was padding.
         """
-        stored = self._columns.stored(*mask.shape)
-        if self._columns.ended is not None:
-            mask = np.where(self._columns.ended[:, None], stored, mask)
-        hidden = stored & ~mask
-        last_kept = mask.shape[1] - (stored & mask)[:, ::-1].argmax(1)
-        in_the_middle = hidden & (np.arange(mask.shape[1]) < last_kept[:, None] - 1)
-        in_the_middle &= (stored & mask).any(1, keepdims=True)
-        if (mask & ~stored).any() or in_the_middle.any():
-            raise ValueError(
-                "PagedCache: attention_mask must agree with what is cached, got one that reveals "
-                "padding or hides tokens in the middle of a row; use a new cache"
-            )
+        hidden = self._columns.hidden_by(mask)
         if hidden.any():
             self._crop_rows(hidden.sum(1).tolist())
-            self._columns.valid = stored & mask
+            self._columns.hide(hidden)
 
     def _widen(self, batch_size: int) -> None:
         """Repeat rows that come from the store, where generate repeats its prompts."""
@@ -440,25 +379,13 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (a row may come several times, and then shares its blocks)."""
-        indices = torch.as_tensor(indices)
         rows = len(self.groups[0].rows)
         if not rows:
             return
-        if indices.dtype == torch.bool:
-            if indices.shape != (rows,):
-                raise ValueError(
-                    f"PagedCache: a mask of rows must be [{rows}], got {list(indices.shape)}"
-                )
-            indices = indices.nonzero().flatten()
-        chosen = indices.tolist()
+        chosen = row_indices(indices, rows)
         if not chosen:
             self.reset()
             return
-        wrong = [i for i in chosen if not -rows <= i < rows]
-        if wrong:
-            raise ValueError(
-                f"PagedCache: row indices must be below {rows}, got {wrong[0]} in {chosen}"
-            )
         with self._lock.alone(self):
             for group in self.groups:
                 group.select(chosen)
@@ -605,16 +532,3 @@ class PagedCache(Cache):
         """Take a snapshot of what the cache holds."""
         with self._lock:
             return report_of(self)
-
-
-def _effective_window(
-    own: int | None, config: CacheConfig, trained_length: int | None
-) -> tuple[int | None, bool]:
-    """Return a layer's window, and whether its sinks stay visible outside of it.
-
-    A layer's own window was trained without pinned sinks and wins where it is the smaller one.
-    """
-    window = trained_length if config.window_size == "auto" else config.window_size
-    if own is not None and (window is None or own <= window):
-        return own, False
-    return window, True

@@ -86,6 +86,34 @@ class Columns:
         if self.ids is not None:
             self.ids = None if ids is None else [*self.ids, ids.detach().long()]
 
+    def hidden_by(self, mask: np.ndarray) -> np.ndarray:
+        """Return which stored tokens a later mask hides, [rows, columns] bool.
+
+        Args:
+            mask: [rows, columns] bool, over all columns so far.
+
+        Raises:
+            ValueError: for a mask that shows what is padding, or hides other tokens than a row's
+                newest ones.
+        """
+        stored = self.stored(*mask.shape)
+        if self.ended is not None:
+            mask = np.where(self.ended[:, None], stored, mask)
+        hidden = stored & ~mask
+        last_kept = mask.shape[1] - (stored & mask)[:, ::-1].argmax(1)
+        in_the_middle = hidden & (np.arange(mask.shape[1]) < last_kept[:, None] - 1)
+        in_the_middle &= (stored & mask).any(1, keepdims=True)
+        if (mask & ~stored).any() or in_the_middle.any():
+            raise ValueError(
+                "PagedCache: attention_mask must agree with what is cached, got one that reveals "
+                "padding or hides tokens in the middle of a row; use a new cache"
+            )
+        return hidden
+
+    def hide(self, hidden: np.ndarray) -> None:
+        """Make padding of what `hidden_by` returned."""
+        self.valid = self.stored(*hidden.shape) & ~hidden
+
     def end(self, rows: Sequence[int], num_rows: int, columns: int) -> None:
         """Make ``rows`` rows of padding, now and later."""
         self.valid = self.stored(num_rows, columns)
