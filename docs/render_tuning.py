@@ -4,7 +4,7 @@
 
     python docs/render_tuning.py
 
-The results come from the quality tool (quality_4096.json, settings_4096.json),
+The results come from the quality tool (quality_4096.json, settings_4096.json, quality_8192.json),
 ``python bench/settings.py`` (settings_bytes.json), ``python bench/bench_generate.py``
 (generate_cpu.json) and ``python bench/bench_bounded.py`` (bounded.json; until that has run, the
 document says so).
@@ -65,6 +65,22 @@ def precision() -> str:
         "transformers, fp8": "transformers, `QuantizedCache` (fp8)",
     }
     return quality("quality_4096.json", chosen)
+
+
+def long() -> str:
+    """Return the table of precisions at 8192 tokens."""
+    tiers = "tiers={k8v4: 6200, k4v4: null}"
+    chosen = {
+        "cache_bits=8": "`cache_bits: 8` (default)",
+        "cache_bits={k: 8, v: 4}": "`cache_bits: {k: 8, v: 4}`",
+        "tiers={k8v4: 6200, k4v4: null}": "`tiers: {k8v4: 6200, k4v4: null}`",
+        "tiers={k8v4: 1024, k4v4: null}": "`tiers: {k8v4: 1024, k4v4: null}`",
+        "cache_bits=4": "`cache_bits: 4`",
+        "target_saving=0.6": "`target_saving: 0.6`",
+        "block_size=128 target_saving=0.6": "`target_saving: 0.6`, `block_size: 128`",
+        "block_size=128 target_saving=0.68": "`target_saving: 0.68`, `block_size: 128`",
+    }
+    return quality("quality_8192.json", chosen)
 
 
 def windows() -> str:
@@ -157,6 +173,7 @@ def render() -> str:
     """Return the document."""
     tables = {
         "precision": precision(),
+        "long": long(),
         "windows": windows(),
         "others": others(),
         "saved": saved(),

@@ -109,11 +109,15 @@ def main(kills: int) -> None:
     model.config.patched = False
     totals = {"killed": 0, "turns": 0, "continued": 0}
     life, number = None, 0
+
+    def is_over() -> bool:
+        return totals["killed"] >= kills and totals["continued"] > 0
+
     try:
-        while totals["killed"] < kills:
+        while not is_over():
             number += 1
             chat, turn = Chat(model, number, directory), 0
-            while turn < TURNS and totals["killed"] < kills:
+            while turn < TURNS and not is_over():
                 began = time.monotonic()
                 said, killed = chat.go_on(
                     turn, None if life is None else choose.uniform(0.1, 1.3) * life
@@ -122,6 +126,8 @@ def main(kills: int) -> None:
                     life = time.monotonic() - began
                 elif not killed:
                     life *= 0.9  # it was measured when the machine was busier
+                elif not said:
+                    life *= 1.1  # ... or less busy
                 totals["killed"] += killed
                 for done, text, reused in said:
                     assert torch.equal(text, chat.texts[done + 1]), "a chat went on differently"

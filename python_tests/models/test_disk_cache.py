@@ -295,7 +295,7 @@ def test_chats_survive_kill_9():
     )
     assert done.returncode == 0, done.stderr
     totals = json.loads(done.stdout)
-    assert totals["killed"] == int(kills)
+    assert totals["killed"] >= int(kills)
     assert totals["continued"] >= 1
 
 
