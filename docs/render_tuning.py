@@ -69,7 +69,6 @@ def precision() -> str:
 
 def long() -> str:
     """Return the table of precisions at 8192 tokens."""
-    tiers = "tiers={k8v4: 6200, k4v4: null}"
     chosen = {
         "cache_bits=8": "`cache_bits: 8` (default)",
         "cache_bits={k: 8, v: 4}": "`cache_bits: {k: 8, v: 4}`",
