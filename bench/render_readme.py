@@ -56,7 +56,7 @@ def attention_block(data: dict) -> str:
 
     text = (
         "The attention kernel alone, one query on 8192 tokens, against PyTorch's SDPA in bfloat16 "
-        "on a contiguous cache, two threads (`bench/bench_paged_attention.py`): "
+        "on a contiguous cache, two threads of the Xeon (`bench/bench_paged_attention.py`): "
         f"8-bit {times(wide, '8-bit')} for 32 heads of 128 channels "
         f"({wide['read'] / wide['8-bit']:.0%} of the speed of merely reading the bytes) "
         f"and {times(small, '8-bit')} for 9 query and 3 key heads of 64; mixed 8- and 4-bit tiers "
