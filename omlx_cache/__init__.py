@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
     from omlx_cache.cache_report import CacheReport
+    from omlx_cache.calibration import Calibration, calibrate
     from omlx_cache.chat_session import ChatSession
     from omlx_cache.config import CacheConfig
     from omlx_cache.config_errors import ConfigError
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheConfig",
     "CacheReport",
+    "Calibration",
     "ChatSession",
     "ConfigError",
     "OutOfBlocksError",
     "PagedCache",
+    "calibrate",
     "flush",
     "patch",
     "patched",
@@ -40,10 +43,12 @@ __all__ = [
 _MODULES = {
     "CacheConfig": "omlx_cache.config",
     "CacheReport": "omlx_cache.cache_report",
+    "Calibration": "omlx_cache.calibration",
     "ChatSession": "omlx_cache.chat_session",
     "ConfigError": "omlx_cache.config_errors",
     "OutOfBlocksError": "omlx_kernels.errors",
     "PagedCache": "omlx_cache.cache",
+    "calibrate": "omlx_cache.calibration",
     "flush": "omlx_cache.patching",
     "patch": "omlx_cache.patching",
     "patched": "omlx_cache.patching",

@@ -165,17 +165,19 @@ class ConfigFields(BaseModel):
         "The share of the cache's memory to save, instead of cache_bits or tiers: 0.6 keeps it at "
         "40 % of what the same tokens take in 16 bits, everything counted (a float32 model stores "
         "the same tokens alike, and saves more of its own bytes). The oldest blocks get as cold "
-        "as that takes and no colder: first 4-bit V, then 4-bit K. Holds from 4096 tokens on; "
-        "shorter texts save less.",
+        "as that takes and no colder: first 4-bit V, then 4-bit K. Holds from 4096 tokens on, on "
+        "average over the time between two conversions; shorter texts save less.",
         gt=0,
         lt=1,
     )
-    keep_layers: list[int] | None = key(
+    keep_layers: Literal["auto"] | list[int] | None = key(
         "quantization",
-        None,
-        "a list of layer numbers, such as [0, -1], or null",
+        "auto",
+        "auto, a list of layer numbers, such as [0, -1], or null",
         "Layers that stay at 8 bits, whatever the others do (or in the model's dtype, with "
-        "cache_bits: 16); negative numbers count from the last layer.",
+        "cache_bits: 16); negative numbers count from the last layer. auto: layers whose keys "
+        "would be lost in 4 bits, because their projection adds a large bias that the rotary "
+        "embedding turns into a wave, keep 8-bit keys; patch says which. null: none.",
     )
     window_size: Literal["auto"] | Positive | None = key(
         "attention",

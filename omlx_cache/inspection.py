@@ -19,6 +19,7 @@ from omlx_cache.compat import (
     uses_attention_interface,
 )
 from omlx_cache.families import TESTED_FAMILIES
+from omlx_cache.fragile_keys import has_fragile_keys
 from omlx_cache.rotary import SinkDistance, follows_length, sink_distance
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class ModelSpec:
         chunkable: whether a prompt may run in chunks; not where the rotary frequencies follow the
             length of what runs at once, or where an argument can't be cut.
         sink_distances: how each layer may look at sinks outside of the window.
+        fragile_layers: layers whose keys lose too much in 4 bits; see `fragile_keys`.
     """
 
     decoder: PreTrainedModel
@@ -78,6 +80,7 @@ class ModelSpec:
     trained_length: int | None
     chunkable: bool
     sink_distances: tuple[SinkDistance, ...]
+    fragile_layers: frozenset[int] = frozenset()
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
@@ -113,13 +116,19 @@ def _inspect(model: PreTrainedModel, config: PretrainedConfig) -> ModelSpec:
     for site in sites:
         _check_attention(site.module)
     _check_other_modules(decoder, sites)
+    distances = tuple(sink_distance(decoder, s.module, head_dim_of(s.module)) for s in sites)
     return ModelSpec(
         decoder,
         sites,
         _layer_windows(config, decoder_masks=mask_builders(model, decoder)[0]),
         config_value(config, "max_position_embeddings"),
         _is_chunkable(decoder),
-        tuple(sink_distance(decoder, s.module, head_dim_of(s.module)) for s in sites),
+        distances,
+        frozenset(
+            i
+            for i, (site, distance) in enumerate(zip(sites, distances, strict=True))
+            if has_fragile_keys(site.module, head_dim_of(site.module), distance)
+        ),
     )
 
 

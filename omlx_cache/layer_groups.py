@@ -6,6 +6,7 @@ the same tiers: one table, one allocator and one plan serve all of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 
 from omlx_cache.block_arena import BlockArena
@@ -14,10 +15,10 @@ from omlx_cache.config import CacheConfig
 from omlx_cache.inspection import ModelSpec, head_dim_of
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.paged_layer import PagedLayer
-from omlx_cache.policy.choice import kept_layers, policy_of
+from omlx_cache.policy.choice import coldest_tiers, policy_of
 from omlx_cache.policy.eviction import EvictionPolicy
 from omlx_cache.sequences import Geometry
-from omlx_kernels.layout import BlockFormat
+from omlx_kernels.layout import BLOCK_TIERS, BlockFormat
 
 
 def build_layers(
@@ -40,9 +41,12 @@ def build_layers(
     groups: dict[tuple, LayerGroup] = {}
     layers = []
     eviction = EvictionPolicy.from_config(config)
-    kept = kept_layers(config, len(spec.windows))
-    for i, (own, sinks) in enumerate(zip(spec.windows, spec.sink_distances, strict=True)):
-        window, keep_sinks = _effective_window(own, config, spec.trained_length)
+    windows = [_effective_window(own, config, spec.trained_length) for own in spec.windows]
+    coldest = coldest_tiers(config, len(windows), spec.fragile_layers)
+    alike = Counter((window, tier) for (window, _), tier in zip(windows, coldest, strict=True))
+    for i, ((window, keep_sinks), sinks) in enumerate(
+        zip(windows, spec.sink_distances, strict=True)
+    ):
         keep_sinks = keep_sinks and (window is None or sinks.can_pin)
         geometry = Geometry(config.block_size, config.sink_tokens, window)
         block_format = BlockFormat(
@@ -52,7 +56,8 @@ def build_layers(
             head_dim_of(spec.sites[i].module),
             spec.decoder.dtype,
         )
-        policy = policy_of(config, geometry, block_format, is_kept=i in kept)
+        limits = {tier: alike[window, tier] for tier in BLOCK_TIERS}
+        policy = policy_of(config, geometry, block_format, limits).no_colder_than(coldest[i])
         key = geometry, keep_sinks, policy
         if key not in groups:
             groups[key] = LayerGroup(

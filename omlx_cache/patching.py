@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from omlx_cache.compat import (
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder, run_traced_decoder
 from omlx_cache.generation import run_generate
-from omlx_cache.inspection import inspect_model
+from omlx_cache.inspection import ModelSpec, inspect_model
 from omlx_cache.patch_state import (
     PatchState,
     attach_state,
@@ -31,6 +32,7 @@ from omlx_cache.patch_state import (
     find_state,
     state_of,
 )
+from omlx_cache.policy.choice import may_reach_4_bit_keys
 from omlx_cache.prefix_disk import check_storable
 from omlx_cache.reuse import check_reusable
 from omlx_cache.rope_switch import PREPARE, may_switch, preparing
@@ -38,6 +40,8 @@ from omlx_cache.stand_ins import StandIn
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 Model = TypeVar("Model")
+
+logger = logging.getLogger(__name__)
 
 
 def patch(
@@ -75,11 +79,13 @@ def patch(
     if state is not None:
         PagedCache.for_patch(PatchState(cache_config, state.spec))  # or say why it can't be
         if state.config != cache_config:
+            _say_what_is_raised(cache_config, state.spec)
             state.config = cache_config
             state.close_store()
         return model
     state = PatchState(cache_config, inspect_model(inner))
     PagedCache.for_patch(state)
+    _say_what_is_raised(cache_config, state.spec)
     register()
     state.hooks = install_capturing_hooks(state.spec.decoder)
     for site in state.spec.sites:
@@ -197,6 +203,19 @@ def _weight_bits(model: Any, inner: PreTrainedModel) -> int | None:
     if getattr(inner.config, "quantization_config", None) is not None:
         return gptq_bits(model)
     return gptq_bits(model) or inner.dtype.itemsize * 8
+
+
+def _say_what_is_raised(config: CacheConfig, spec: ModelSpec) -> None:
+    """Warn when layers get other keys than the configuration asks for."""
+    if config.keep_layers != "auto" or not spec.fragile_layers or not may_reach_4_bit_keys(config):
+        return
+    logger.warning(
+        "omlx_cache.patch: keys of %s %s stay at 8 bits: their projections add biases that the "
+        "rotary embedding turns into waves, beside which 4 bits would lose the text; "
+        "keep_layers=None gives them 4 bits all the same",
+        "layer" if len(spec.fragile_layers) == 1 else "layers",
+        ", ".join(map(str, sorted(spec.fragile_layers))),
+    )
 
 
 def _give_own_configs(state: PatchState) -> None:

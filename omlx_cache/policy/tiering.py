@@ -44,6 +44,19 @@ class TierPolicy:
         k, v = (bits["k"], bits["v"]) if isinstance(bits, Mapping) else (bits, bits)
         return cls(config.recent_tokens, ((_TIER_OF_BITS[k, v], None),))
 
+    def no_colder_than(self, tier: Tier) -> TierPolicy:
+        """Return the policy in which colder tiers become ``tier``.
+
+        Example:
+            >>> policy = TierPolicy(128, ((Tier.K8V8, 512), (Tier.K4V4, None)))
+            >>> [(tier.name, tokens) for tier, tokens in policy.no_colder_than(Tier.K8V4).ranges]
+            [('K8V8', 512), ('K8V4', None)]
+        """
+        warmer = [r for r in self.ranges if r[0] < tier]
+        if len(warmer) == len(self.ranges):
+            return self
+        return TierPolicy(self.recent_tokens, (*warmer, (tier, None)))
+
     @property
     def rotates_values(self) -> bool:
         """Whether some tier has 4-bit values, so that all values are stored rotated."""

@@ -158,7 +158,7 @@ def test_defaults():
         "cache_bits": 8,
         "tiers": None,
         "target_saving": None,
-        "keep_layers": None,
+        "keep_layers": "auto",
         "window_size": "auto",
         "sink_tokens": 4,
         "pruning": None,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import mul
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,26 +31,56 @@ def policy_for(target: float, fmt: BlockFormat, window=None, recent: int = 128) 
 
 def tiers_at(policy: SavingPolicy, length: int) -> list[Tier]:
     """Return the tier of each live block of a text, oldest first; a block begun is HOT."""
-    geometry = policy.geometry
+    geometry = policy.plan.geometry
     size, origin = geometry.block_size, geometry.sink_tokens
     ends = range(origin + size, origin + geometry.num_blocks(length) * size + 1, size)
     live = list(ends)[geometry.num_released(length) :]
     return [policy.tier_of(e, length) if e <= length else Tier.HOT for e in live]
 
 
+def stored_at(policy: SavingPolicy, fmt: BlockFormat, length: int) -> int:
+    return fmt.bytes_per_block(Tier.SINK) + sum(map(fmt.bytes_per_block, tiers_at(policy, length)))
+
+
+QUANTIZED = Tier.K8V8, Tier.K8V4, Tier.K4V4
+LAYERS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
+
+
 @settings(max_examples=60)
-@given(FORMATS, st.floats(0.2, 0.68), st.integers(0, 300), st.integers(300, 12000))
-def test_the_target_holds_from_4096_tokens_on(fmt, target, recent, length):
-    policy = policy_for(target, fmt, recent=recent)
+@given(FORMATS, st.floats(0.2, 0.68), st.integers(0, 300), st.integers(300, 12000), LAYERS)
+def test_the_target_holds_from_4096_tokens_on(fmt, target, recent, length, layers):
+    geometry = Geometry(fmt.block_size, fmt.sink_tokens, None)
+    sizes = [replace(fmt, dtype=torch.float16).bytes_per_block(t) for t in (Tier.HOT, *QUANTIZED)]
+    most = 1 - sum(map(mul, layers, sizes[1:])) / sum(layers) / sizes[0]
+    if target >= most:
+        with pytest.raises(ValueError, match=f"must be below {most:.3f}".replace(".", "[.]")):
+            SavingPolicy.for_format(target, recent, geometry, fmt, layers)
+        return
+    policy = SavingPolicy.for_format(target, recent, geometry, fmt, layers)
+    stored = plain = 0
+    for n in range(length, length + fmt.block_size):
+        plain += n * fmt.bytes_per_block(Tier.HOT) // fmt.block_size * sum(layers)
+        for count, coldest in zip(layers, QUANTIZED, strict=True):
+            stored += count * stored_at(policy.no_colder_than(coldest), fmt, n) if count else 0
     tiers = tiers_at(policy, length)
-    stored = fmt.bytes_per_block(Tier.SINK) + sum(map(fmt.bytes_per_block, tiers))
-    plain = length * fmt.bytes_per_block(Tier.HOT) // fmt.block_size
     old = [tier for tier in tiers if tier is not Tier.HOT]
     is_saved = stored <= (1 - target) * plain
     assert is_saved or length < HOLDS_FROM or set(old) <= {Tier.K4V4}, "or as cold as can be"
     assert old == sorted(old, reverse=True), "the older, the colder"
     assert not ({Tier.K8V8, Tier.K4V4} <= set(old)), "nothing turns to K4V4 while K8V8 is left"
-    assert length < HOLDS_FROM or target > 0.45 or Tier.K4V4 not in old
+    is_easy = target < 0.45 and not sum(layers[:2])
+    assert length < HOLDS_FROM or not is_easy or Tier.K4V4 not in old
+
+
+def test_layers_that_stay_warm_leave_their_part_to_the_others():
+    fmt = BlockFormat(64, 4, 1, 64, torch.float16)
+    geometry = Geometry(64, 4, None)
+    counts = [
+        tiers_at(SavingPolicy.for_format(0.6, 128, geometry, fmt, layers), 8192).count(Tier.K4V4)
+        for layers in ((0, 0, 4), (0, 1, 3), (1, 0, 3))
+    ]
+    assert counts == sorted(counts)
+    assert len(set(counts)) == 3
 
 
 @settings(max_examples=20)
