@@ -92,6 +92,7 @@ setup(
             *("pytest>=8", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff"),
             *("mypy", "types-PyYAML"),
             *("fastapi", "openai", "uvicorn"),  # of the examples in docs/serving.md
+            *("accelerate", "peft"),  # what users load models and adapters with
         ],
     },
 )

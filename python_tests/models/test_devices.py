@@ -17,7 +17,7 @@ INPUTS = left_padded(random_ids(2, 130), [130, 40])
 
 @pytest.fixture
 def accelerate():
-    return pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    return pytest.importorskip("accelerate", reason="needs the extra dev")
 
 
 def spread(accelerate, model, folder, rest="disk"):
@@ -194,7 +194,7 @@ def test_each_layer_keeps_its_blocks_on_the_device_of_its_keys(monkeypatch):
 
 
 def test_an_adapter_that_is_added_and_merged_later():
-    peft = pytest.importorskip("peft", reason="needs peft: pip install omlx_cache[auto-gptq]")
+    peft = pytest.importorskip("peft", reason="needs the extra dev")
     config = peft.LoraConfig(
         target_modules=["q_proj", "k_proj", "v_proj"],
         task_type="CAUSAL_LM",

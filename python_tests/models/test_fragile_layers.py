@@ -51,7 +51,7 @@ def test_a_huge_bias_that_does_not_turn_in_keys_is_none(family, name):
 
 
 def test_a_bias_under_an_adapter_is_found():
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="needs the extra dev")
     model = tiny_model("qwen2")
     for layer in model.get_decoder().layers:
         layer.self_attn.k_proj.bias.data.fill_(0.1)

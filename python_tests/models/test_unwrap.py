@@ -98,7 +98,7 @@ def test_wrappers(llama, wrap):
 
 
 def test_real_peft(llama):
-    peft = pytest.importorskip("peft", reason="needs peft: pip install omlx_cache[auto-gptq]")
+    peft = pytest.importorskip("peft", reason="needs the extra dev")
     causal_lm = {"task_type": "CAUSAL_LM"}
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **causal_lm)
     prompt = peft.PromptTuningConfig(num_virtual_tokens=4, **causal_lm)
