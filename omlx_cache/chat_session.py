@@ -135,9 +135,16 @@ class ChatSession:
 
         Raises:
             ValueError: there is no such turn.
+            Whatever ``generate`` raises; the chat is then as it was.
         """
+        chat, turns = self._chat.to_data(), list(self._turns)
         self.rewind(turn)
-        return self.send(message, **generation)
+        try:
+            return self.send(message, **generation)
+        except BaseException:
+            self._chat.restore(chat)
+            self._turns = turns
+            raise
 
     def rewind(self, turn: int) -> None:
         """Forget a turn and all that followed.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,16 @@ def answer(
     message: str,
     generation: dict[str, Any],
     write: Callable[[str], None],
+    turn: int | None = None,
 ) -> Answer:
     """Send a message, and hand the answer to ``write`` as it comes.
+
+    Args:
+        chat, model, tokenizer: what answers.
+        message: of the user.
+        generation: for ``model.generate``.
+        write: gets pieces of text.
+        turn: the turn that the message replaces, with all that followed it; None: it is a new one.
 
     Raises:
         KeyboardInterrupt: Ctrl-C before the answer's first token, or twice; the chat is as before.
@@ -100,10 +109,11 @@ def answer(
     """
     streamer = TimedStreamer(tokenizer, write)
     interrupts = Interrupts(streamer)
+    send = chat.send if turn is None else partial(chat.edit, turn)
     started = time.perf_counter()
     with interrupts.handled():
         try:
-            chat.send(
+            send(
                 message,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([StopWhenAsked(interrupts)]),

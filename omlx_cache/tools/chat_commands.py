@@ -15,8 +15,8 @@ class Leave(Exception):
     """The chat is over."""
 
 
-class Repeat(Exception):
-    """The last turn was taken back; its message, the only argument, is to be sent again."""
+class Retry(Exception):
+    """The last message is to be answered once more."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run_command(room: ChatRoom, line: str) -> str:
 
     Raises:
         WrongSettingError: it can't be done; the message says why, in one line.
-        Leave, Repeat: the command asks for that.
+        Leave, Retry: the command asks for that.
         OutOfBlocksError: a chat that is loaded doesn't fit.
     """
     name, _, argument = line.strip().removeprefix("/").partition(" ")
@@ -75,7 +75,7 @@ def _undo(room: ChatRoom, argument: str) -> str:
 
 
 def _retry(room: ChatRoom, argument: str) -> str:
-    raise Repeat(room.undo())
+    raise Retry
 
 
 def _history(room: ChatRoom, argument: str) -> str:
@@ -135,7 +135,7 @@ COMMANDS = {
     "config": Command("", "the cache's configuration, as YAML", _config),
     "history": Command("", "the chat so far", _history),
     "undo": Command("", "take the last message and its answer back", _undo),
-    "retry": Command("", "take the last answer back and ask for another one", _retry),
+    "retry": Command("", "ask for another answer in place of the last one", _retry),
     "reset": Command("", "begin anew, with the same system prompt", _reset),
     "help": Command("", "this list", _help),
     "exit": Command("", "leave; so does Ctrl-D", _exit),

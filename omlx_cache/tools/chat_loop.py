@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.status import Status
 
 import omlx_cache
-from omlx_cache.tools.chat_answer import printable, status_line
-from omlx_cache.tools.chat_commands import Leave, Repeat, run_command
+from omlx_cache.tools.chat_answer import Answer, printable, status_line
+from omlx_cache.tools.chat_commands import Leave, Retry, run_command
 from omlx_cache.tools.chat_room import ChatRoom
 from omlx_cache.tools.errors import NotServedError, WrongSettingError
 
@@ -86,27 +87,27 @@ class Loop:
                 return
             except KeyboardInterrupt:
                 self._out.print()
-                self._note("stopped; the message and its answer are not part of the chat")
+                self._note("stopped before an answer; the chat is as it was")
             except GOES_ON_AFTER as error:
                 self._error(str(error) or type(error).__name__)
 
     def _take(self, line: str) -> bool:
         """Run a command or send a message; return whether Ctrl-C stopped an answer."""
         if not line.startswith("/"):
-            return self._say(line.strip())
+            return self._say(partial(self._room.say, line.strip()))
         try:
             text = run_command(self._room, line)
-        except Repeat as repeat:
-            return self._say(repeat.args[0])
+        except Retry:
+            return self._say(self._room.retry)
         self._write(f"{text}\n")
         return False
 
-    def _say(self, message: str) -> bool:
+    def _say(self, ask: Callable[[Callable[[str], None]], Answer]) -> bool:
         if self._notes.is_terminal:
             self._waiting = self._notes.status("reading")
             self._waiting.start()
         try:
-            turn = self._room.say(message, self._write)
+            turn = ask(self._write)
         finally:
             self._stop_waiting()
         self._write("\n")

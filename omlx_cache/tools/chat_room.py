@@ -78,9 +78,21 @@ class ChatRoom:
 
     def say(self, message: str, write: Callable[[str], None]) -> Answer:
         """Send a message; see `answer`."""
-        turn = answer(self.chat, self._model, self._tokenizer, message, self._generation, write)
-        self.sums.add(turn)
-        return turn
+        return self._answer(message, write, None)
+
+    def retry(self, write: Callable[[str], None]) -> Answer:
+        """Answer the last message once more; the answer before it stays where that fails.
+
+        Raises:
+            WrongSettingError: there is none.
+        """
+        return self._answer(self._last_message(), write, self.num_turns - 1)
+
+    def _answer(self, message: str, write: Callable[[str], None], turn: int | None) -> Answer:
+        given = self._model, self._tokenizer, message, self._generation, write
+        found = answer(self.chat, *given, turn=turn)
+        self.sums.add(found)
+        return found
 
     def undo(self) -> str:
         """Take the last turn back, and return its message.
@@ -88,11 +100,14 @@ class ChatRoom:
         Raises:
             WrongSettingError: there is none.
         """
-        if not self.num_turns:
-            raise WrongSettingError("there must be a turn to take back, got none; say something")
-        message = self.chat.messages[-2]["content"]
+        message = self._last_message()
         self.chat.rewind(self.num_turns - 1)
         return message
+
+    def _last_message(self) -> str:
+        if not self.num_turns:
+            raise WrongSettingError("there must be a turn to take back, got none; say something")
+        return self.chat.messages[-2]["content"]
 
     def save(self, path: Path) -> None:
         """Write the chat into a file; one that is there already must be a chat.

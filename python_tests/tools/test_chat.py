@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,15 +174,17 @@ def test_ctrl_c_keeps_what_was_said(room: ChatRoom, tiny: Path):
     assert more.reused_tokens >= held - 1  # the answer's last token may not have been read
 
 
-def test_ctrl_c_before_the_answer_takes_the_turn_back(room: ChatRoom, model):
+@pytest.mark.parametrize("asked", ["say", "retry"])
+def test_ctrl_c_before_the_answer_takes_the_turn_back(room: ChatRoom, model, asked: str):
     room.say("Hello", lambda piece: None)
+    ask = {"say": partial(room.say, "Stop"), "retry": room.retry}[asked]
     before = room.chat.messages
     hook = model.model.layers[1].register_forward_pre_hook(
         lambda module, args: signal.raise_signal(signal.SIGINT)
     )
     try:
         with pytest.raises(KeyboardInterrupt):
-            room.say("Stop", lambda piece: None)
+            ask(lambda piece: None)
     finally:
         hook.remove()
     assert room.chat.messages == before

@@ -122,6 +122,18 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(directory, model, tokenizer
     assert [chat.send("Two.", **SAY)] == said_by_stock(directory, tokenizer, ["One.", "Two."])[1:]
 
 
+def test_an_edit_that_fails_leaves_the_chat_as_it_was(directory, model, tokenizer):
+    chat, messages = omlx_cache.ChatSession(model, tokenizer), ["One.", "Two."]
+    for message in messages:
+        chat.send(message, **SAY)
+    before = chat.messages
+    with pytest.raises(BrokenPipeError):
+        chat.edit(0, "Else.", streamer=Broken(), **SAY)
+    assert chat.messages == before
+    said = said_by_stock(directory, tokenizer, [*messages, "Three."])
+    assert chat.send("Three.", **SAY) == said[2]
+
+
 def test_without_the_store_it_is_refused(directory, tokenizer):
     model = omlx_cache.patch(load_model(directory, device="cpu"))
     with pytest.raises(ValueError, match="prefix_cache=True, got False"):
