@@ -76,8 +76,13 @@ sanitize: $(VENV)/.ready  ## run the native tests under AddressSanitizer and Und
 package: $(VENV)/.ready  ## build wheel and source archive, and use them outside of the repository
 	$(BIN)/python -m pytest -m package python_tests/test_package.py
 
-stress: $(VENV)/.ready  ## move, convert, drop, fork and crop blocks of 64 rows at random, for minutes
+KILLS ?= 200
+stress: $(VENV)/.ready  ## 64 rows of blocks at random for minutes; chats on disk killed 200 times (KILLS)
+	$(say) "stress (1/2): blocks of 64 rows, moved, converted, dropped, forked and cropped at random"
 	OMLX_STRESS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest python_tests/cache/test_tiers_machine.py
+	$(say) "stress (2/2): chats on a disk, killed at $(KILLS) moments"
+	OMLX_KILLS=$(KILLS) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest \
+	  python_tests/models/test_disk_cache.py -k kill_9 --durations=1
 
 lint: $(VENV)/.ready  ## check style and formatting
 	$(BIN)/ruff check .
