@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from render_peers import has_points, paint_peers, peers_table
-from render_readme import attention_block, generate_block, paint_generate, quality_block
+from render_readme import (
+    attention_block,
+    extend_block,
+    generate_block,
+    paint_generate,
+    quality_block,
+)
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS, PLOTS = ROOT / "README.md", ROOT / "bench" / "results", ROOT / "docs"
@@ -46,6 +52,7 @@ class Plot:
 BLOCKS = {
     "generate": Block("generate_cpu.json", generate_block),
     "attention": Block("paged_attention_cpu.json", attention_block),
+    "extend": Block("extend_cpu.json", extend_block),
     "quality": Block("quality_4096.json", quality_block),
     "peers": Block("peers.json", peers_table),
 }

@@ -10,6 +10,7 @@ WIDTH = 120
 GENERATE = {
     "stock": "transformers, `DynamicCache`",
     "stock fp8": "transformers, `QuantizedCache` (fp8)",
+    "stock hqq": "transformers, `QuantizedCache` (hqq, 8 bits)",
     "8-bit": "**omlx_cache, 8-bit** (default)",
     "window 1024": "**omlx_cache, `window_size=1024`**",
 }
@@ -30,20 +31,25 @@ def generate_block(data: dict) -> str:
     last = results[lengths[-1]]
     head = [f"tokens/s after | {' | '.join(lengths)} tokens", f"cache at {lengths[-1]}"]
     lines = [f"| {' | '.join(head)} |", "|---" * (len(lengths) + 2) + "|"]
-    for key, label in GENERATE.items():
+    for key, label in _measured(last).items():
         cells = [f"{results[n][key]['tokens_per_s']:.1f}" for n in lengths]
         size = f"{last[key]['cache_bytes'] / MIB:.1f} MiB"
         if not key.startswith("stock"):
             ratio = last[key]["tokens_per_s"] / last["stock"]["tokens_per_s"]
             cells[-1], size = f"**{cells[-1]}** ({ratio:.2f}x)", f"**{size}**"
         lines.append(f"| {label} | {' | '.join(cells)} | {size} |")
-    first = {key: f"{last[key]['first_token_s']:.1f}" for key in GENERATE}
+    first = {key: f"{found['first_token_s']:.1f}" for key, found in last.items()}
     text = (
         f"The price is the first token: a prompt of {lengths[-1]} tokens takes {first['8-bit']} s "
         f"instead of {first['stock']} ({first['window 1024']} with the window), because each chunk "
         f"reads the history back from 8 bits. Later turns compute only their new tokens."
     )
     return "\n".join([*lines, "", *textwrap.wrap(text, WIDTH)])
+
+
+def _measured(found: dict) -> dict[str, str]:
+    """Return the contenders of which there are figures, and their names."""
+    return {key: label for key, label in GENERATE.items() if key in found}
 
 
 def attention_block(data: dict) -> str:
@@ -62,6 +68,20 @@ def attention_block(data: dict) -> str:
         f"and {times(small, '8-bit')} for 9 query and 3 key heads of 64; mixed 8- and 4-bit tiers "
         f"{times(wide, 'mixed')} and {times(small, 'mixed')}."
     ).replace("% of", " % of")
+    return "\n".join(textwrap.wrap(text, WIDTH))
+
+
+def extend_block(data: dict) -> str:
+    """Return the sentence on a chunk of a prompt."""
+    ratios = {
+        name: " / ".join(f"{shape[name]['ratio']:.1f}x" for shape in data["extend"].values())
+        for name in ("8-bit", "mixed")
+    }
+    text = (
+        f"512 queries of a prompt on 7,680 tokens of history, against the same on an unquantized "
+        f"contiguous cache (`bench/bench_extend.py`; heads {', '.join(data['extend'])}): 8-bit "
+        f"{ratios['8-bit']}, mixed {ratios['mixed']}."
+    )
     return "\n".join(textwrap.wrap(text, WIDTH))
 
 
@@ -85,7 +105,7 @@ def paint_generate(axes, data: dict) -> None:
     results = data["results"]
     lengths = [int(n) for n in results]
     colors = {"8-bit": "#175cd3", "window 1024": "#039855", "stock": "#344054"}
-    for key, label in GENERATE.items():
+    for key, label in _measured(results[str(lengths[0])]).items():
         speeds = [results[str(n)][key]["tokens_per_s"] for n in lengths]
         words = label.replace("*", "").replace("`", "")
         axes.plot(lengths, speeds, "o-", label=words, color=colors.get(key, "#98a2b3"))

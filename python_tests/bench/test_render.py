@@ -14,7 +14,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import render  # noqa: E402 -- lies in bench/
-from render_readme import attention_block, generate_block, quality_block  # noqa: E402
+from render_readme import attention_block, extend_block, generate_block, quality_block  # noqa: E402
 
 
 def test_the_readme_and_the_plots_are_as_the_results_say():
@@ -35,6 +35,7 @@ def test_each_block_is_in_the_readme_once(name):
         (generate_block, ("results", "8192", "stock", "first_token_s")),
         (generate_block, ("results", "8192", "window 1024", "cache_bytes")),
         (attention_block, ("decode_8192_ms", "2 threads", "9/3/64", "mixed")),
+        (extend_block, ("extend", "9/3/64", "8-bit", "ratio")),
         (quality_block, ("results", "4 bits", "kld")),
     ],
 )
