@@ -165,8 +165,9 @@ class ConfigFields(BaseModel):
         "The share of the cache's memory to save, instead of cache_bits or tiers: 0.6 keeps it at "
         "40 % of what the same tokens take in 16 bits, everything counted (a float32 model stores "
         "the same tokens alike, and saves more of its own bytes). The oldest blocks get as cold "
-        "as that takes and no colder: first 4-bit V, then 4-bit K. Holds from 4096 tokens on, on "
-        "average over the time between two conversions; shorter texts save less.",
+        "as that takes and no colder: first 4-bit V, then 4-bit K. Holds from 8192 tokens on "
+        "(with a shorter window: from its length on), on average over the time between two "
+        "conversions; shorter texts save less.",
         gt=0,
         lt=1,
     )

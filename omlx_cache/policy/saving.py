@@ -10,9 +10,10 @@ turning all old blocks from K8V8 to K8V4 before the first one turns to K4V4::
 
 How many follows from the number of old blocks alone. The newest tokens wait in 16 bits until all
 of a block is old, so that the memory of a growing text rises and falls by a block; the target is
-its mean. It holds from `HOLDS_FROM` tokens on. A shorter text, most of which may be hot, is never
-colder than it will have to be then: a block that got colder stays so. Layers that stay warmer leave
-their part to the others.
+its mean. It holds from `HOLDS_FROM` tokens on, and where a window lets fewer live, from its length
+on. Until then the share of cold blocks is the one that it will take there: more would be needed of
+a shorter text, much of which is hot, but a block that got colder stays so. Layers that stay warmer
+leave their part to the others.
 
 Bytes are those of a 16-bit model. One in float32 chooses alike, and saves more of its own bytes:
 what a setting does to the quality doesn't depend on the dtype in which it is measured.
@@ -29,7 +30,7 @@ import torch
 from omlx_cache.sequences import Geometry
 from omlx_kernels.layout import BlockFormat, Tier
 
-HOLDS_FROM = 4096
+HOLDS_FROM = 8192
 """Tokens from which on the target holds; a window may bound the live ones to less."""
 
 
@@ -123,10 +124,12 @@ def _counts(plan: SavingPlan, old: int) -> tuple[int, int]:
     tokens = HOLDS_FROM - plan.recent_tokens - geometry.sink_tokens
     if geometry.window_size is not None:
         tokens = min(tokens, geometry.window_size)
-    later = max(old, tokens // geometry.block_size)
-    counts = [_needed(plan, n) for n in range(old, later + 1)]
-    coldest = min(cold for cold, _ in counts)
-    return coldest, min(cold + cool for cold, cool in counts) - coldest
+    later = tokens // geometry.block_size
+    if old >= later:
+        return _needed(plan, old)
+    coldest, cool = _needed(plan, later)
+    cold = coldest * old // later
+    return cold, (coldest + cool) * old // later - cold
 
 
 def _needed(plan: SavingPlan, old: int) -> tuple[int, int]:

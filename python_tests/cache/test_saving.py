@@ -47,8 +47,8 @@ LAYERS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 
 
 @settings(max_examples=60)
-@given(FORMATS, st.floats(0.2, 0.68), st.integers(0, 300), st.integers(300, 12000), LAYERS)
-def test_the_target_holds_from_4096_tokens_on(fmt, target, recent, length, layers):
+@given(FORMATS, st.floats(0.2, 0.68), st.integers(0, 300), st.integers(300, 16000), LAYERS)
+def test_the_target_holds_from_8192_tokens_on(fmt, target, recent, length, layers):
     geometry = Geometry(fmt.block_size, fmt.sink_tokens, None)
     sizes = [replace(fmt, dtype=torch.float16).bytes_per_block(t) for t in (Tier.HOT, *QUANTIZED)]
     most = 1 - sum(map(mul, layers, sizes[1:])) / sum(layers) / sizes[0]
