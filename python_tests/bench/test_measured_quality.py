@@ -15,6 +15,7 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results" / "quality_8192.json"
     [
         ("cache_bits=8", 0.43, 0.0005, 0.0003, 0.995),
         ("tiers={k8v4: 6200, k4v4: null}", 0.60, 0.002, 0.0005, 0.99),
+        ("target_saving=0.6", 0.60, 0.002, 0.0005, 0.99),
         ("block_size=128 target_saving=0.6", 0.60, 0.002, 0.0005, 0.99),
         ("tiers={k8v4: 1024, k4v4: null}", 0.68, 0.005, 0.005, 0.98),
     ],
