@@ -179,7 +179,7 @@ build/compat-%/constraints.txt: compat/%.txt constraints.txt | $(BIN)/python
 build/compat-%/.ready: build/compat-%/constraints.txt setup.py $(NATIVE)
 	$(say) "environment with transformers and torch $*"
 	$(call install_torch,$(call compat_pip,$*),$(call compat_torch,$*),build/compat-$*/bin/python)
-	@$(call compat_pip,$*) --no-build-isolation -e '.[dev]' accelerate peft
+	@$(call compat_pip,$*) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 compat_pip = build/compat-$(1)/bin/python -m pip --disable-pip-version-check --no-input \
