@@ -265,7 +265,7 @@ def test_only_a_cache_at_rest_is_saved_and_only_with_its_model(tmp_path):
     cache = filled(model, 70)
     with (
         pytest.raises(RuntimeError, match="while a step is running"),
-        cache.step(cache.valid_columns(None, 1, 1)),
+        cache.step(cache.steps.valid_columns(None, 1, 1)),
     ):
         cache.save(tmp_path / "chat")
     omlx_cache.unpatch(model)
