@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from omlx_cache.cache_rows import CacheRows
-from omlx_cache.prefix_store import PrefixStore, Reads
+from omlx_cache.prefix_disk import Reads
+from omlx_cache.prefix_store import PrefixStore
 
 
 class PrefixShare:
