@@ -155,12 +155,12 @@ def paged_attention_forward(
         out = compiled.attend(cache.handle, module.layer_idx, *tensors, scale, softcap, s_aux)
         return out, None
     out = layer.attend(query.detach(), key, value, scale, softcap=softcap, sink_logits=s_aux)
-    if cache.weights is not None:
-        valid = cache.columns_in_step()
+    if cache.steps.weights is not None:
+        valid = cache.steps.columns()
         weights = attention_weights(
             layer, valid, query.detach(), scale, softcap=softcap, sink_logits=s_aux
         )
-        cache.weights.append(weights)
+        cache.steps.weights.append(weights)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _RefuseBackward.apply(out, query)
     return out, None

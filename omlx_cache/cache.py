@@ -1,8 +1,7 @@
 """`PagedCache`: a `transformers.Cache` whose layers store paged blocks of mixed precision.
 
-Hugging Face's ``get_seq_length()`` counts *columns* of the padded batch; the kernels' ``seq_lens``
-count a row's real tokens. This file is where the two meet: `PagedCache` keeps which columns of
-each row were real (`Columns`), and hands only those to the layer groups.
+It is what callers and Hugging Face hold. What its rows are is in `CacheRows`, how a pass of the
+model is added to them in `CacheSteps`, and what they share with other calls in `PrefixShare`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from threading import get_ident
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,16 +19,15 @@ import torch
 from omlx_cache.block_arena import BlockArena
 from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.cache_report import CacheReport, report_of
-from omlx_cache.columns import Columns
+from omlx_cache.cache_rows import CacheRows
+from omlx_cache.cache_steps import CacheSteps
 from omlx_cache.compat import Cache
 from omlx_cache.compiled import new_handle
 from omlx_cache.host_tier import HostTier
 from omlx_cache.layer_groups import build_layers
-from omlx_cache.masks import read_mask, row_indices
 from omlx_cache.observer import Observer
 from omlx_cache.patch_state import PatchState, state_of
-from omlx_cache.prefix_store import Reads
-from omlx_cache.sequences import Sequence
+from omlx_cache.prefix_share import PrefixShare
 from omlx_cache.step_lock import StepLock
 from omlx_cache.storage.saved_cache import SavedCache, save_cache
 
@@ -88,15 +85,13 @@ class PagedCache(Cache):
         self._store = state.prefix_store() if self.config.prefix_cache else None
         self._lock = StepLock() if self._store is None else self._store.lock
         self.meter = MemoryMeter() if self._store is None else self._store.meter
-        self.reused_tokens, self.reads = 0, Reads()
-        self._columns = Columns()
-        self._step: tuple[np.ndarray, torch.Tensor | None] | None = None  # columns and their ids
-        self.weights: list[torch.Tensor] | None = None  # collects each layer's, where it is a list
-        self._traced_by: int | None = None  # the thread whose compiled graph runs the step
         self.handle = new_handle(self)
         self.groups, layers = build_layers(state.spec, self.config, self._arena, self.meter)
         super().__init__(layers=layers)
         self._own_layers()
+        self.rows = CacheRows(self.groups, layers)
+        self.prefix = PrefixShare(self._store, self.rows)
+        self.steps = CacheSteps(self.rows, self.prefix, self._lock)
         if self.config.disk_cache and self._store is not None:
             with self._lock:
                 self._store.open_disk(self, state.spec)
@@ -118,68 +113,9 @@ class PagedCache(Cache):
         with self._lock:
             return self._store.arena(key)
 
-    def valid_columns(
-        self, attention_mask: torch.Tensor | None, batch_size: int, columns: int
-    ) -> np.ndarray:
-        """Say which of the next ``columns`` columns are real tokens, [batch_size, columns] bool.
-
-        Args:
-            attention_mask: None (all real), or 2-D over all columns so far and the new ones, or
-                over the new ones alone.
-
-        Raises:
-            ValueError: when the mask's shape, or the batch size, does not fit what is stored, or
-                when the mask disagrees with what was stored about the columns before.
-            NotImplementedError: for a mask that isn't 2-D.
-        """
-        self._widen(batch_size)
-        rows = self.groups[0].rows
-        past = self.get_seq_length()
-        if rows and len(rows) != batch_size:
-            raise ValueError(
-                f"PagedCache: the batch must have the {len(rows)} rows that the cache holds, got "
-                f"{batch_size}; use a new cache, reset() or batch_select_indices()"
-            )
-        if attention_mask is None:
-            return np.ones((batch_size, columns), bool)
-        mask = read_mask(attention_mask, batch_size, past, columns)
-        if past and mask.shape[1] == past + columns:
-            self._follow_mask(mask[:, :past])
-        return mask[:, -columns:] if columns else mask[:, :0]
-
-    def _follow_mask(self, mask: np.ndarray) -> None:
-        """Drop the newest tokens of the rows in which a mask over the past now hides them.
-
-        That is how the padding of a row that ended early looks in the next turn: it was stored as
-        it was generated, and only the next mask tells that it was padding.
-        """
-        hidden = self._columns.hidden_by(mask)
-        if hidden.any():
-            self._crop_rows(hidden.sum(1).tolist())
-            self._columns.hide(hidden)
-
-    def _widen(self, batch_size: int) -> None:
-        """Repeat rows that come from the store, where generate repeats its prompts."""
-        rows = len(self.groups[0].rows)
-        if self._columns.is_fresh and rows and rows < batch_size and not batch_size % rows:
-            self.batch_repeat_interleave(batch_size // rows)
-
-    def require(self, valid: np.ndarray, chunk: int) -> None:
-        """Check that the columns ``valid`` will find blocks when they come ``chunk`` at a time.
-
-        Raises:
-            OutOfBlocksError: when they will not; nothing is changed.
-        """
-        starts = range(0, valid.shape[1], chunk)
-        with self._lock.alone(self):
-            self._ensure_rows(valid.shape[0])
-            valid = self._columns.to_compute(valid)
-            steps = [valid[:, i : i + chunk].sum(1).tolist() for i in starts]
-            for group in self.groups:
-                group.require(steps)
-
-    @contextmanager
-    def step(self, valid: np.ndarray, ids: torch.Tensor | None = None) -> Iterator[None]:
+    def step(
+        self, valid: np.ndarray, ids: torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
         """Run one forward pass of the model over the columns ``valid``, [rows, columns] bool.
 
         ``ids`` are their token ids, where they are known.
@@ -187,130 +123,27 @@ class PagedCache(Cache):
         Everything that the pass stores becomes part of the cache when the block ends, and nothing
         of it when the block raises.
         """
-        self.begin_step(valid, ids)
-        try:
-            yield
-        except BaseException:
-            self._roll_back()
-            raise
-        self.end_step()
-
-    def begin_step(
-        self, valid: np.ndarray, ids: torch.Tensor | None = None, *, traced: bool = False
-    ) -> None:
-        """Plan a step and begin it; `end_step` ends it.
-
-        With ``prefix_cache`` it waits for the step of any other cache of the model.
-
-        Args:
-            valid: [rows, columns] bool, which columns of the step are real tokens.
-            ids: [rows, columns], their token ids; None where they aren't known.
-            traced: whether the step runs inside a compiled graph, where nobody can catch an
-                error: it is then undone when its thread uses the cache next.
-        """
-        self.drop_dead_step()
-        if self._is_in_step():
-            raise RuntimeError(
-                "PagedCache: a cache must be used by one call at a time, got a second one while a "
-                "step is running; give each thread its own omlx_cache.PagedCache(model)"
-            )
-        self._lock.begin_turn(self)
-        try:
-            self._ensure_rows(valid.shape[0])
-            todo = self._columns.to_compute(valid)
-            new_tokens = todo.sum(1).tolist()
-            padding = None if todo.all() else todo
-            for group in self.groups:
-                group.begin(new_tokens, padding)
-        except BaseException:
-            self._roll_back()
-            raise
-        self._step = valid, ids
-        self._traced_by = get_ident() if traced else None
-
-    @contextmanager
-    def collect(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """Collect the weights with which the layers attend, if they are wanted."""
-        found: list[torch.Tensor] = []
-        self.weights = found if wanted else None
-        try:
-            yield found
-        finally:
-            self.weights = None
-
-    def columns_in_step(self) -> np.ndarray:
-        """Return which columns are real, [rows, past + columns], those of the step included."""
-        new, _ = self._running_step()
-        return np.concatenate([self._columns.stored(new.shape[0], self.get_seq_length()), new], 1)
-
-    def end_step(self) -> None:
-        """Make what the step in progress stored part of the cache."""
-        for group in self.groups:
-            group.commit()
-        valid, ids = self._running_step()
-        past = self.get_seq_length()
-        self._columns.add(valid, past, ids)
-        self._set_columns(past + valid.shape[1])
-        if valid.shape[1] > 1:  # a prompt: others may begin with it from now on
-            self._keep(partial=False)
-        self._end_turn()
-
-    def prune(self) -> None:
-        """Drop what ``prune_ratio`` says of the blocks; called after each pass of the model."""
-        with self._lock.alone(self):
-            for group in self.groups:
-                group.prune()
-
-    def _running_step(self) -> tuple[np.ndarray, torch.Tensor | None]:
-        if self._step is None:
-            raise RuntimeError("PagedCache: a step must be in progress")
-        return self._step
-
-    def drop_dead_step(self) -> None:
-        """Undo the step that a compiled graph of this thread began and, failing, never ended."""
-        if self._traced_by == get_ident():
-            self._roll_back()
-
-    def _roll_back(self) -> None:
-        for group in self.groups:
-            if group.step is not None:
-                group.rollback()
-        self._end_turn()
-
-    def _end_turn(self) -> None:
-        self._traced_by = self._step = None
-        self._lock.end_turn(self)
-
-    def _is_in_step(self) -> bool:
-        return any(group.step is not None for group in self.groups)
-
-    def _ensure_rows(self, batch_size: int) -> None:
-        for group in self.groups:
-            if not group.rows:
-                group.rows = [Sequence() for _ in range(batch_size)]
+        return self.steps.run(valid, ids)
 
     @property
     def valid(self) -> np.ndarray | None:
         """Which columns hold a token of their row, [rows, columns] bool; None while all do."""
-        return self._columns.valid
+        return self.rows.columns.valid
 
-    def restore_columns(self, columns: int, valid: np.ndarray | None) -> None:
-        """Say what the columns of rows that were put back are; see `valid`."""
-        self._columns = Columns()
-        self._columns.valid = valid
-        self._set_columns(columns)
+    @property
+    def batch_size(self) -> int:
+        """Rows that the cache holds; -1 before its first step."""
+        return self.rows.num_rows or -1
 
-    def _set_columns(self, columns: int) -> None:
-        for layer in self.layers:
-            layer.num_columns = columns
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens that the rows began with and that weren't computed, over all rows."""
+        return self.prefix.reused_tokens
 
     def reset(self) -> None:
         """Forget every sequence and give the memory back; the peak stays on record."""
-        with self._lock.alone(self):
-            for group in self.groups:
-                group.clear()
-        self._columns = Columns()
-        self._set_columns(0)
+        with self.steps.hold():
+            self.rows.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns of every row.
@@ -328,20 +161,8 @@ class PagedCache(Cache):
         A block of 8 bits that is cut in the middle is re-opened in the model's dtype; its tokens
         keep their rounded values.
         """
-        count, columns = -int(tokens_to_remove), self.get_seq_length()
-        if not 0 <= count <= columns:
-            raise ValueError(
-                f"PagedCache.crop: tokens_to_remove must be between -{columns} and 0, got "
-                f"{tokens_to_remove}"
-            )
-        rows = len(self.groups[0].rows)
-        kept = columns - count
-        removed = [count] * rows
-        if self._columns.valid is not None:
-            removed = self._columns.valid[:, kept:].sum(1).tolist()
-        self._crop_rows(removed)
-        self._columns.crop(kept)
-        self._set_columns(kept)
+        with self.steps.hold():
+            self.rows.crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Keep what the windows leave behind until the next `crop`, so that it can go back.
@@ -360,47 +181,28 @@ class PagedCache(Cache):
         for group in self.groups:
             group.observer = observer
 
-    def _crop_rows(self, removed: list[int]) -> None:
-        """Remove the last tokens of each row, or raise before anything is changed."""
-        with self._lock.alone(self):
-            for group in self.groups:
-                group.check_crop(removed)
-            for group in self.groups:
-                group.crop(removed)
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give row ``i`` what row ``beam_idx[i]`` held: block tables move, blocks don't."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times, next to each other; the copies share blocks."""
-        rows = len(self.groups[0].rows)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        with self.steps.hold():
+            self.rows.repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (a row may come several times, and then shares its blocks)."""
-        rows = len(self.groups[0].rows)
-        if not rows:
-            return
-        chosen = row_indices(indices, rows)
-        if not chosen:
-            self.reset()
-            return
-        with self._lock.alone(self):
-            for group in self.groups:
-                group.select(chosen)
-        self._columns.select(chosen)
+        with self.steps.hold():
+            self.rows.select(indices)
 
     def end_rows(self, rows: list[int]) -> None:
         """Free what ``rows`` hold: they have ended, and whatever comes for them is padding.
 
         Their blocks go to the prefix store first, where there is one.
         """
-        with self._lock.alone(self):
-            self._keep(partial=True, rows=rows)
-            for group in self.groups:
-                group.empty(rows)
-        self._columns.end(rows, len(self.groups[0].rows), self.get_seq_length())
+        with self.steps.hold():
+            self.prefix.keep(partial=True, rows=rows)
+            self.rows.end(rows)
 
     def record(self, ids: torch.Tensor, valid: np.ndarray) -> None:
         """Note the ids of all tokens from now on, and begin with what the store knows of them.
@@ -413,27 +215,18 @@ class PagedCache(Cache):
             ids: [rows, columns] of the prompts; the cache must be empty.
             valid: [rows, columns] bool, which of them are real tokens.
         """
-        if self._store is None:
-            return
-        ids = ids.detach().long()  # texts are compared by their bytes
-        with self._lock.alone(self):
-            before = self._store.reads
-            columns, lengths = self._store.begin(self.groups, ids.cpu().numpy(), valid)
-            self.reads = self._store.reads.since(before)
-        self._columns.start(valid[:, :columns], lengths, ids[:, :columns])
-        self._set_columns(columns)
-        self.reused_tokens = int(lengths.sum())
+        with self.steps.hold():
+            self.prefix.begin(ids, valid)
 
     def expect(self, texts: list[np.ndarray]) -> None:
         """Begin to read what the disk has of texts, [*] int64, for a cache that `record` fills."""
-        if self._store is not None:
-            self._store.expect(self.groups, texts)
+        self.prefix.expect(texts)
 
     def keep(self) -> None:
         """Let the store hold what the cache holds, and note no more ids."""
-        with self._lock.alone(self):
-            self._keep(partial=True)
-        self._columns.ids = None
+        with self.steps.hold():
+            self.prefix.keep(partial=True)
+        self.rows.columns.ids = None
 
     def keep_as(self, ids: torch.Tensor) -> None:
         """Let the store hold what a cache that `load` filled holds: the texts ``ids``.
@@ -441,20 +234,8 @@ class PagedCache(Cache):
         Args:
             ids: [rows, columns], for every column of the cache.
         """
-        self._columns.ids = [ids]
+        self.rows.columns.ids = [ids]
         self.keep()
-
-    def _keep(self, *, partial: bool, rows: list[int] | None = None) -> None:
-        """Let the store hold what some rows hold (None: all), with their last block or without."""
-        if self._store is not None and self._columns.ids:
-            texts = self._columns.tokens()
-            chosen = range(len(texts)) if rows is None else rows
-            self._store.keep(self.groups, {i: texts[i] for i in chosen}, partial=partial)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows that the cache holds; -1 before its first step."""
-        return len(self.groups[0].rows) or -1
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refuse to move a layer's keys and values: they are blocks, shared and of mixed bits."""
@@ -466,33 +247,16 @@ class PagedCache(Cache):
 
     prefetch = offload
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let no cache begin a step on the blocks that this one draws from.
-
-        Raises:
-            RuntimeError: when this one is in a step.
-        """
-        with self._lock.alone(self):
-            if self._is_in_step():
-                raise RuntimeError(
-                    "PagedCache: a cache can't be copied, read, saved or loaded while a step is "
-                    "running"
-                )
-            yield
-
     def __deepcopy__(self, memo: dict) -> PagedCache:
         """Copy blocks and tables, or share the blocks of a store; the copy goes its own way."""
-        with self.alone():
+        with self.steps.alone():
             copied = memo[id(self)] = type(self).__new__(type(self))
-            own = {"handle": new_handle(copied), "_lock": StepLock()}
+            memo[id(self.handle)] = new_handle(copied)
+            memo[id(self._lock)] = StepLock()
             if self._store is not None:
-                own["_lock"] = self._lock
-                common = self._store, self.meter, *(group.arena for group in self.groups)
-                memo.update({id(part): part for part in common})
-            copied.__dict__.update(
-                {k: own[k] if k in own else copy.deepcopy(v, memo) for k, v in vars(self).items()}
-            )
+                arenas = (group.arena for group in self.groups)
+                memo.update({id(x): x for x in (self._store, self._lock, self.meter, *arenas)})
+            copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in vars(self).items()})
             copied._own_layers()
             if self._store is not None:
                 for group in copied.groups:
@@ -520,7 +284,7 @@ class PagedCache(Cache):
                 "PagedCache.save: the model that filled the cache must still be patched, got none; "
                 "save the cache before omlx_cache.unpatch(model)"
             )
-        with self.alone():
+        with self.steps.alone():
             save_cache(self, path, state.spec.decoder, extra=extra, compress=compress)
 
     @classmethod

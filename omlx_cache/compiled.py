@@ -48,7 +48,7 @@ def begin_step(
     Args:
         handle: of the cache.
         inputs: [batch, columns, ...] token ids or embeddings.
-        attention_mask: None, or as `PagedCache.valid_columns` takes it.
+        attention_mask: None, or as `CacheSteps.valid_columns` takes it.
 
     Returns:
         [1, columns] int64, the column of each input counted over the whole cache.
@@ -56,9 +56,9 @@ def begin_step(
     cache = _cache_of(handle)
     batch, columns = inputs.shape[:2]
     past = cache.get_seq_length()
-    valid = cache.valid_columns(attention_mask, batch, columns)
-    cache.require(valid, max(columns, 1))
-    cache.begin_step(valid, inputs if inputs.dim() == 2 else None, traced=True)
+    valid = cache.steps.valid_columns(attention_mask, batch, columns)
+    cache.steps.require(valid, max(columns, 1))
+    cache.steps.begin(valid, inputs if inputs.dim() == 2 else None, traced=True)
     return torch.arange(past, past + columns, device=inputs.device)[None]
 
 
@@ -97,5 +97,5 @@ def _(
 def end_step(handle: torch.Tensor) -> None:
     """Make what the step stored part of the cache."""
     cache = _cache_of(handle)
-    cache.end_step()
-    cache.prune()
+    cache.steps.end()
+    cache.steps.prune()

@@ -54,9 +54,9 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     if is_new:
         _refuse_packed_sequences(kwargs)
     batch, columns = _batch_and_columns(kwargs)
-    valid = cache.valid_columns(kwargs.pop("attention_mask", None), batch, columns)
+    valid = cache.steps.valid_columns(kwargs.pop("attention_mask", None), batch, columns)
     chunk = (cache.config.prefill_chunk if state.spec.chunkable else None) or max(columns, 1)
-    cache.require(valid, chunk)
+    cache.steps.require(valid, chunk)
 
     name = cache_name(type(decoder).forward)
     outputs, weights = [], []
@@ -68,10 +68,10 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
             for key, value in kwargs.items()
         }
         step = cache.step(valid[:, first : first + chunk], part.get("input_ids"))
-        with step, cache.collect(wants_weights) as found:
+        with step, cache.steps.collect(wants_weights) as found:
             outputs.append(original(**part, **{name: cache}, use_cache=True, return_dict=True))
         weights.append(found)
-    cache.prune()
+    cache.steps.prune()
     output = _join(outputs)
     if wants_weights:
         output.attentions = _join_weights(weights)

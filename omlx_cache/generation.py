@@ -65,7 +65,7 @@ def run_generate(
         return original(inputs, generation_config, **kwargs)
     finally:
         if cache is not None:
-            cache.drop_dead_step()
+            cache.steps.drop_dead_step()
             if is_own:
                 cache.keep()
             state.used(cache, snapshot=True)

@@ -84,7 +84,7 @@ class PagedLayer(CacheLayerMixin):
                 "PagedLayer: keys and values can be read while the layer's cache lives, got a "
                 "layer whose cache is gone; hold on to the PagedCache"
             )
-        with cache.alone():
+        with cache.steps.alone():
             return read_back(self, cache.valid)
 
     @property

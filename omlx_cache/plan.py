@@ -9,82 +9,17 @@ cache exactly, whichever layers had already run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_arena import BlockArena
-from omlx_cache.host_tier import CPU
 from omlx_cache.policy.choice import Policy
+from omlx_cache.row_plan import RowPlan
 from omlx_cache.sequences import Geometry, Sequence, StoredBlock
-from omlx_cache.tables import (
-    blocks_of_rows,
-    send,
-    sink_slots_of_row,
-    slots_of_row,
-    tables_of_rows,
-)
-from omlx_kernels.layout import BLOCK_TIERS, Tier
-from omlx_kernels.metadata import AttentionMetadata
-
-SplitSize = Callable[[list[int], torch.device], int]
-
-
-@dataclass
-class DeviceTables:
-    """A step's tensors on one device.
-
-    Attributes:
-        meta: tables for `paged_attention`.
-        slots: [num_tokens] int64, hot slots; padding and sinks are -1.
-        sink_slots: the same for the sink pages; None when no new token is a sink.
-        token_index: [num_queries] int64 rows of the flattened batch that hold real tokens; None
-            when all do.
-        convert: (tier, colder tier, int32 ids, int32 ids) of the blocks that age in this step.
-        sink_offsets: [num_queries] float32, by how many positions (<= 0) each query moves to look
-            at the sinks; None when no query has left the window that begins at position 0.
-    """
-
-    meta: AttentionMetadata
-    slots: torch.Tensor
-    sink_slots: torch.Tensor | None
-    token_index: torch.Tensor | None
-    convert: list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]
-    sink_offsets: torch.Tensor | None
-
-
-@dataclass
-class HostTables:
-    """What a step does to blocks in CPU memory; tensors on the CPU.
-
-    Attributes:
-        meta: tables of the blocks that it attends to.
-        convert: as in `DeviceTables`.
-    """
-
-    meta: AttentionMetadata
-    convert: list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]
-
-
-@dataclass
-class RowPlan:
-    """What a step does to one sequence."""
-
-    sequence: Sequence
-    new_tokens: int
-    blocks: list[StoredBlock] = field(default_factory=list)  # during the step
-    recalled: list[StoredBlock] = field(default_factory=list)  # in CPU memory, attended to
-    taken: list[StoredBlock] = field(default_factory=list)  # allocated for the step
-    given_up: list[StoredBlock] = field(default_factory=list)  # shared ones, copied on write
-    sink_page: int | None = None
-    old_sink_page: int | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens after the step."""
-        return self.sequence.length + self.new_tokens
+from omlx_cache.step_tables import DeviceTables, HostTables, SplitSize, StepTables
+from omlx_kernels.layout import Tier
 
 
 class StepPlan:
@@ -122,11 +57,9 @@ class StepPlan:
         recall: Callable[[Sequence], list[StoredBlock]],
     ) -> None:
         self._release = release
-        self.geometry, self.policy, self.valid = geometry, policy, valid
+        self.geometry, self.policy = geometry, policy
         self._arena, self._others = arena, others
         self._blocks, self._pages, self._host = arena.blocks, arena.pages, arena.host
-        self._split_size = split_size
-        self._devices: dict[torch.device, DeviceTables] = {}
         self.rows = [RowPlan(row, n) for row, n in zip(rows, new_tokens, strict=True)]
         starts = [
             geometry.new_starts(row.length, n) for row, n in zip(rows, new_tokens, strict=True)
@@ -144,9 +77,16 @@ class StepPlan:
             arena.num_holders,
         )
         self.offloaded_conversions = self._age_offloaded()
-        self._host_tables: HostTables | None = None
         for row in self.rows:
             row.recalled = recall(row.sequence) if row.new_tokens else []
+        self._tables = StepTables(
+            self.rows,
+            valid,
+            geometry=geometry,
+            split_size=split_size,
+            conversions=self.conversions,
+            offloaded_conversions=self.offloaded_conversions,
+        )
 
     def _shared_tail(self, row: RowPlan) -> StoredBlock | None:
         """Return the row's partial block when others hold it too: writing needs a copy."""
@@ -285,104 +225,16 @@ class StepPlan:
 
     @property
     def split_blocks(self) -> list[tuple[int, int | None]]:
-        """Name the splits of the step where each reads one block: row, start of its block.
-
-        None instead of a start is the sink page. Those of `host_tables` follow.
-        """
-        here: list[tuple[int, int | None]] = []
-        there: list[tuple[int, int | None]] = []
-        for i, row in enumerate(self.rows):
-            here += [] if row.sink_page is None else [(i, None)]
-            here += [(i, b.start) for t in BLOCK_TIERS for b in row.blocks if b.tier is t]
-            there += [(i, b.start) for t in BLOCK_TIERS for b in row.recalled if b.tier is t]
-        return here + there
+        """See `StepTables.split_blocks`."""
+        return self._tables.split_blocks()
 
     def tables(self, device: torch.device) -> DeviceTables:
-        """Return the step's tensors on ``device``, sent there on first use."""
-        if device not in self._devices:
-            self._devices[device] = self._build_tables(device)
-        return self._devices[device]
-
-    def _build_tables(self, device: torch.device) -> DeviceTables:
-        rows = [row.blocks for row in self.rows]
-        arrays = tables_of_rows(
-            rows,
-            [row.sink_page for row in self.rows],
-            [row.length for row in self.rows],
-            [row.new_tokens for row in self.rows],
-            self._split_size(blocks_of_rows(rows), device),
-        )
-        meta, convert = self._send(arrays, self.conversions, device)
-        longs = send(self._token_arrays(), device)
-        offsets = self._sink_offsets()
-        return DeviceTables(
-            meta=meta,
-            slots=longs["slots"],
-            sink_slots=longs.get("sink_slots"),
-            token_index=longs.get("token_index"),
-            convert=convert,
-            sink_offsets=None if offsets is None else send({"": offsets}, device)[""],
-        )
-
-    def _send(
-        self, arrays: dict, conversions: Mapping[StoredBlock, StoredBlock], device: torch.device
-    ) -> tuple[AttentionMetadata, list[tuple[Tier, Tier, torch.Tensor, torch.Tensor]]]:
-        """Send the tables of attention, and of conversions by pair of tiers, in one transfer."""
-        names = list(arrays)
-        pairs = {(old.tier, new.tier) for old, new in conversions.items()}
-        for pair in pairs:
-            moves = [m for m in conversions.items() if (m[0].tier, m[1].tier) == pair]
-            arrays[f"{pair} from"] = np.array([old.index for old, _ in moves], np.int32)
-            arrays[f"{pair} to"] = np.array([new.index for _, new in moves], np.int32)
-        ints = send(arrays, device)
-        meta = AttentionMetadata(
-            **{name: ints[name] for name in names},
-            max_query_len=max((row.new_tokens for row in self.rows), default=0),
-        )
-        return meta, [(*p, ints[f"{p} from"], ints[f"{p} to"]) for p in sorted(pairs)]
+        """Return the step's tensors on ``device``; see `StepTables.on`."""
+        return self._tables.on(device)
 
     def host_tables(self) -> HostTables | None:
-        """Return what the step does to blocks in CPU memory; None: nothing."""
-        if self._host_tables is None and (
-            self.offloaded_conversions or any(row.recalled for row in self.rows)
-        ):
-            rows = [row.recalled for row in self.rows]
-            arrays = tables_of_rows(
-                rows,
-                [None] * len(rows),
-                [row.length for row in self.rows],
-                [row.new_tokens for row in self.rows],
-                self._split_size(blocks_of_rows(rows), CPU),
-            )
-            self._host_tables = HostTables(*self._send(arrays, self.offloaded_conversions, CPU))
-        return self._host_tables
-
-    def _sink_offsets(self) -> np.ndarray | None:
-        """Return ``min(window - position, 0)`` of each query; None when all are 0."""
-        window = self.geometry.window_size
-        if window is None or all(row.length <= window + 1 for row in self.rows):
-            return None
-        positions = [np.arange(row.sequence.length, row.length) for row in self.rows]
-        return np.minimum(window - np.concatenate(positions), 0).astype(np.float32)
-
-    def _token_arrays(self) -> dict[str, np.ndarray]:
-        """Build the int64 arrays that are indexed by token."""
-        geometry = self.geometry
-        slots, sinks = [], []
-        for row in self.rows:
-            old, new = row.sequence.length, row.new_tokens
-            slots.append(slots_of_row(row.blocks, geometry, old, new))
-            sinks.append(sink_slots_of_row(row.sink_page, geometry.sink_tokens, old, new))
-        arrays = {"slots": np.concatenate(slots), "sink_slots": np.concatenate(sinks)}
-        if (arrays["sink_slots"] < 0).all():
-            del arrays["sink_slots"]
-        if self.valid is not None:
-            index = np.flatnonzero(self.valid)
-            for name, packed in arrays.items():
-                arrays[name] = np.full(self.valid.size, -1, np.int64)
-                arrays[name][index] = packed
-            arrays["token_index"] = index
-        return arrays
+        """Return what the step does to blocks in CPU memory; see `StepTables.on_host`."""
+        return self._tables.on_host()
 
 
 def _cancel(allocator: BlockAllocator, block: StoredBlock) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from omlx_cache.host_tier import HostTier
 from omlx_cache.kept_blocks import KeptBlocks
 from omlx_cache.layer_group import LayerGroup
 from omlx_cache.policy.choice import ages
-from omlx_cache.prefix_disk import PrefixDisk
+from omlx_cache.prefix_disk import PrefixDisk, Reads
 from omlx_cache.prefix_finding import PrefixFinder, take, touch
 from omlx_cache.prefix_loading import PrefixLoader
 from omlx_cache.prefix_tree import PrefixNode, PrefixTree
@@ -38,29 +37,6 @@ from omlx_kernels.layout import Tier
 if TYPE_CHECKING:
     from omlx_cache.cache import PagedCache
     from omlx_cache.inspection import ModelSpec
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What was read from the disk.
-
-    Attributes:
-        blocks: how many blocks.
-        ahead: how many files were read, or being read, when they were needed.
-        seconds_saved: what those would have taken.
-    """
-
-    blocks: int = 0
-    ahead: int = 0
-    seconds_saved: float = 0.0
-
-    def since(self, before: Reads) -> Reads:
-        """Return what was read since ``before``."""
-        return Reads(
-            self.blocks - before.blocks,
-            self.ahead - before.ahead,
-            self.seconds_saved - before.seconds_saved,
-        )
 
 
 class PrefixStore:
@@ -108,12 +84,7 @@ class PrefixStore:
     @property
     def reads(self) -> Reads:
         """What was read from the disk so far."""
-        if self.disk is None:
-            return Reads()
-        ahead = self.disk.ahead
-        if ahead is None:
-            return Reads(self.disk.num_read)
-        return Reads(self.disk.num_read, ahead.hits, ahead.seconds_saved)
+        return Reads() if self.disk is None else self.disk.reads
 
     def open_disk(self, cache: PagedCache, spec: ModelSpec) -> None:
         """Find blocks in the directory of ``disk_cache`` from now on, and write them there.
@@ -216,16 +187,16 @@ class PrefixStore:
                     group.arena.known_blocks.keep(node, block, is_away=is_away)
                 if self.disk is not None:
                     may_age = not partial and ages(group.policy)
-                    self.disk.offer(node, number, group.arena, may_age=may_age)
+                    self.disk.writer.offer(node, number, group.arena, may_age=may_age)
             if not at_sinks and self._is_whole(node):
                 for shorter in self.tree.continued(node):
                     self._forget(shorter)
                     if self.disk is not None:
-                        self.disk.supersede(shorter, node)
+                        self.disk.writer.supersede(shorter, node)
         for group, blocks in zip(groups, stored, strict=True):
             touch(group, path, blocks)
         if self.disk is not None and partial:
-            self.disk.end_call(path, len(groups))
+            self.disk.writer.end_call(path, len(groups))
         if path:
             self._prune(path[-1])
 
@@ -235,7 +206,7 @@ class PrefixStore:
         Without a disk it is not.
         """
         with self.lock:
-            return self.disk is not None and self.disk.flush(self._kept())
+            return self.disk is not None and self.disk.writer.flush(self._kept())
 
     def _kept(self) -> list[tuple[PrefixNode, int, BlockArena]]:
         return [
@@ -252,7 +223,7 @@ class PrefixStore:
         """
         with self.lock:
             if self.disk is not None:
-                self.disk.flush(self._kept())
+                self.disk.writer.flush(self._kept())
             self._is_closed = True
             for arena in self.arenas:
                 arena.known_blocks.reset()

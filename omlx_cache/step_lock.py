@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Stepping(Protocol):
-    """What takes turns: a cache."""
+    """What takes turns: the steps of a cache."""
 
     def drop_dead_step(self) -> None:
         """End the turn of a step that this thread began and that can't go on."""

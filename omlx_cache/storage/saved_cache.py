@@ -124,7 +124,7 @@ class SavedCache:
         with open(self.path, "rb") as file:
             sealed = self._open(file)
             try:
-                with cache.alone():
+                with cache.steps.alone():
                     self._fill(cache, state, sealed)
             except BaseException as error:
                 cache.reset()
@@ -204,7 +204,7 @@ class SavedCache:
         valid = None
         if "valid" in sealed.names:
             valid = from_raw(sealed.read("valid")).numpy()
-        cache.restore_columns(self._description["columns"], valid)
+        cache.rows.restore(self._description["columns"], valid)
 
 
 def _parts(

@@ -10,45 +10,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread
 
 import torch
 from custom_loops import contrastive_search, diverse_beams, rewinding
-from tiny import VOCABULARY, left_padded, random_ids, tiny_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    pipeline,
+from outcome import (
+    NEW,
+    PROMPT,
+    Outcome,
+    batch,
+    generate,
+    greedy_single,
+    new_cache,
+    single,
+    with_cache,
+    with_options,
 )
+from through_text import streamed, through_pipeline
+from tiny import VOCABULARY, left_padded, random_ids, tiny_model
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import omlx_cache
-from omlx_cache.compat import CACHE_NAMES, cache_name
+from omlx_cache.compat import CACHE_NAMES
 from omlx_cache.patch_state import find_state
-
-PROMPT, NEW = 150, 5
-LENGTHS = [150, 75]
-
-
-@dataclass
-class Outcome:
-    """What a mode produced.
-
-    Attributes:
-        sequences: [rows, PROMPT + new] ids.
-        logits: [rows, new, vocabulary].
-        mask: [rows, PROMPT + new], 0 where a prompt was padded.
-    """
-
-    sequences: torch.Tensor
-    logits: torch.Tensor
-    mask: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -66,60 +49,6 @@ class Mode:
     stock: Callable[[PreTrainedModel], Outcome] | None = None
     has_stock_text: bool = True
     dtype: torch.dtype = torch.float32
-
-
-def batch() -> dict[str, torch.Tensor]:
-    """Two prompts of unequal lengths, padded on the left."""
-    return left_padded(random_ids(2, PROMPT), LENGTHS)
-
-
-def single() -> dict[str, torch.Tensor]:
-    """One prompt, which repeats itself so that a look-up finds something."""
-    ids = random_ids(1, PROMPT)
-    ids[:, PROMPT // 2 :] = ids[:, : PROMPT // 2]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def generate(model: PreTrainedModel, inputs: dict, prompt: int = PROMPT, **options) -> Outcome:
-    """Call ``generate``, and find the logits of each sequence's tokens, also those of beams."""
-    common = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": NEW}
-    output = model.generate(
-        **{"max_new_tokens": NEW} | common | inputs | options,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    sequences = output["sequences"]
-    new = sequences.shape[1] - prompt
-    logits = torch.stack([step.float() for step in output["logits"]], 1)  # [rows or beams, new, _]
-    beams = getattr(output, "beam_indices", None)
-    if beams is not None:
-        logits = logits[beams[:, :new], torch.arange(new)]
-    mask = inputs["attention_mask"]
-    mask = mask.repeat_interleave(sequences.shape[0] // mask.shape[0], 0)
-    mask = torch.cat([mask[:, :prompt], mask.new_ones(len(mask), new)], 1)
-    return Outcome(sequences, logits, mask)
-
-
-def with_options(prompts: Callable[[], dict] = batch, **options) -> Callable:
-    """Return a mode that is ``generate`` with options."""
-    return lambda model: generate(model, prompts(), **options)
-
-
-def greedy_single(model: PreTrainedModel) -> Outcome:
-    """Greedy text of one prompt: what decoding with a draft must give, too."""
-    return generate(model, single())
-
-
-def new_cache(model: PreTrainedModel):
-    """Return an empty cache of the kind that the model takes."""
-    if find_state(model) is None:
-        return DynamicCache(config=model.config)
-    return omlx_cache.PagedCache(model)
-
-
-def with_cache(model: PreTrainedModel, cache) -> dict:
-    """Return the argument that hands ``cache`` to the model."""
-    return {cache_name(type(model).forward): cache}
 
 
 def draft_of(model: PreTrainedModel, family: str) -> PreTrainedModel:
@@ -154,56 +83,6 @@ def a_row_ends_early(model: PreTrainedModel) -> Outcome:
     outcome = generate(model, batch(), **stop, eos_token_id=2)  # without one nothing is padded
     assert (outcome.sequences[0, PROMPT + 3 :] == 0).all()
     assert (outcome.sequences[1, PROMPT + 3 :] != 0).any()
-    return outcome
-
-
-def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one word for each id."""
-    tokenizer = Tokenizer(WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(1)))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=word(0), padding_side="left"
-    )
-
-
-def word(token: int) -> str:
-    return f"w{token}" if token else "<pad>"
-
-
-def text_of(ids: list[int]) -> str:
-    """Return the words of ids, without padding."""
-    return " ".join(word(i) for i in ids if i)
-
-
-def streamed(model: PreTrainedModel) -> Outcome:
-    """Read the text in another thread than the one that writes it."""
-    streamer = TextIteratorStreamer(words(), skip_prompt=True, timeout=60)
-    outcomes = []
-    writer = Thread(
-        target=lambda: outcomes.append(generate(model, single(), streamer=streamer)), daemon=True
-    )
-    writer.start()
-    text = "".join(streamer)
-    writer.join()
-    (outcome,) = outcomes
-    said = outcome.sequences[0, PROMPT:].tolist()
-    assert text.split() == [word(i) for i in said]
-    return outcome
-
-
-def through_pipeline(model: PreTrainedModel) -> Outcome:
-    outcome, tokenizer = generate(model, batch()), words()
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    answers = generator(
-        [text_of(row) for row in batch()["input_ids"].tolist()],
-        batch_size=2,
-        return_full_text=False,
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-    )
-    for (answer,), row in zip(answers, outcome.sequences[:, PROMPT:].tolist(), strict=True):
-        assert answer["generated_text"] == text_of(row)
     return outcome
 
 

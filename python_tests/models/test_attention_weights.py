@@ -76,7 +76,7 @@ def test_generate_returns_them_and_nothing_is_kept():
     )
     shapes = [tuple(step[0].shape) for step in out.attentions]
     assert shapes == [(2, 4, 130, 130), (2, 4, 1, 131), (2, 4, 1, 132)]
-    assert cache.weights is None
+    assert cache.steps.weights is None
 
 
 def test_a_compiled_model_refuses():

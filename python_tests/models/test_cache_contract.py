@@ -1,6 +1,6 @@
 """Everything that transformers' `Cache` offers, on a `PagedCache`: the right answer, or a refusal.
 
-What the operations do to a text is in ``test_cache_in_model.py`` and ``test_generation_modes.py``.
+What the operations do to a text is in ``test_cache_rows.py`` and ``test_generation_modes.py``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import inspect
 
 import pytest
 import torch
+from caches import SMALL, step
 from tiny import left_padded, random_ids, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 import omlx_cache
-from omlx_cache.compat import cache_name
-
-SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0}
 
 SERVED = {
     "activate_past_recording",
@@ -54,11 +52,6 @@ REFUSED = {
     "update_indexer",
     "update_recurrent_state",
 }
-
-
-def step(model, cache, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **{cache_name(type(model).forward): cache}, **kwargs).logits
 
 
 @pytest.fixture

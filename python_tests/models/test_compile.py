@@ -122,7 +122,7 @@ def test_an_error_in_the_graph_leaves_the_cache_as_it_was(monkeypatch):
         step(ids[:, 280:281], attention_mask=None, **{name: cache})
     assert cache.get_seq_length() == 280
     cache.crop(0)
-    assert not cache._is_in_step()
+    assert not cache.steps.is_running
     feed = {"attention_mask": None, name: cache}
     got = [step(ids[:, i : i + 1], **feed).logits for i in range(280, 300)]
     torch.testing.assert_close(torch.cat(got, 1), want[:, 30:])

@@ -8,7 +8,7 @@ import torch
 from tiny import greedy, left_padded, random_ids, tiny_model
 
 import omlx_cache
-from omlx_cache.plan import StepPlan
+from omlx_cache.step_tables import StepTables
 from omlx_kernels import ops
 
 EXACT = {"cache_bits": 16, "block_size": 64, "prefill_chunk": 48}
@@ -172,13 +172,13 @@ def test_each_layer_keeps_its_blocks_on_the_device_of_its_keys(monkeypatch):
         devices.append(found.pop())
         return x
 
-    build = StepPlan._build_tables
+    build = StepTables._build
 
-    def spy(step, device):
+    def spy(tables, device):
         built.append(device.type)
-        return build(step, device)
+        return build(tables, device)
 
-    monkeypatch.setattr(StepPlan, "_build_tables", spy)
+    monkeypatch.setattr(StepTables, "_build", spy)
     for name in ("append_kv", "convert_blocks", "paged_attention"):
         monkeypatch.setattr(ops, name, op)
     model = omlx_cache.patch(tiny_model(num_hidden_layers=4), block_size=64, recent_tokens=0)

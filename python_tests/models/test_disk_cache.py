@@ -23,7 +23,7 @@ from test_prefix_cache import counted, inputs_of, prompt_columns, reused
 from tiny import greedy, random_ids, tiny_model
 
 import omlx_cache
-from omlx_cache import prefix_disk
+from omlx_cache import prefix_disk, prefix_writing
 from omlx_cache.patch_state import state_of
 from omlx_cache.storage.block_files import BlockFiles
 
@@ -224,7 +224,7 @@ def test_a_directory_that_cannot_be_made(tmp_path, caplog):
 
 
 def test_a_slow_disk_slows_no_call_and_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(prefix_disk, "BACKLOG_BYTES", 1)  # one block at a time
+    monkeypatch.setattr(prefix_writing, "BACKLOG_BYTES", 1)  # one block at a time
     may_write, put = threading.Event(), BlockFiles.put
     monkeypatch.setattr(BlockFiles, "put", lambda *args: may_write.wait(60) and put(*args))
     model = patched(tmp_path)

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from caches import SMALL, step
 from tiny import greedy, random_ids, tiny_model
 from transformers import LlamaForCausalLM, LogitsProcessorList
 
@@ -17,14 +18,7 @@ from omlx_cache.attention import ATTENTION_NAME
 from omlx_cache.compat import cache_name
 from omlx_kernels.layout import BlockFormat
 
-SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
-def step(model, cache, ids, **kwargs):
-    """Run ids through the model on a cache; return the logits."""
-    with torch.no_grad():
-        return model(ids, **{cache_name(type(model).forward): cache}, **kwargs).logits
 
 
 def test_models_that_share_a_configuration_are_patched_apart():

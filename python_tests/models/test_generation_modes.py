@@ -15,7 +15,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from modes import MODES, Mode, Outcome
+from modes import MODES, Mode
+from outcome import Outcome
 from tiny import FAMILIES, tiny_model
 
 import omlx_cache

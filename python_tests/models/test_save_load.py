@@ -1,43 +1,23 @@
-"""A saved cache: loaded, it goes on as if it had never been away; what doesn't fit is refused."""
+"""A saved cache: loaded, it goes on as if it had never been away."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from caches import SMALL, filled, step
 from tiny import greedy, left_padded, random_ids, tiny_model
 
 import omlx_cache
 from omlx_cache.compat import cache_name
-from omlx_cache.storage.fingerprint import (
-    block_fingerprint,
-    model_fingerprint,
-    tokenizer_fingerprint,
-)
+from omlx_cache.storage.fingerprint import model_fingerprint, tokenizer_fingerprint
 from omlx_cache.storage.saved_cache import SavedCache
-from omlx_cache.storage.sealed import SealedWriter
 from omlx_kernels.layout import BLOCK_TIERS, Tier
 
-SMALL = {"block_size": 64, "prefill_chunk": 64, "recent_tokens": 0}
 TIERS = {"tiers": {"k8v8": 64, "k8v4": 64, "k4v4": None}}
-
-
-def step(model, cache, ids, **kwargs):
-    """Run ids through the model on a cache; return the logits."""
-    with torch.no_grad():
-        return model(ids, **{cache_name(type(model).forward): cache}, **kwargs).logits
-
-
-def filled(model, length=300, batch=1, **kwargs) -> omlx_cache.PagedCache:
-    """Return a cache that has seen random ids."""
-    cache = omlx_cache.PagedCache(model)
-    step(model, cache, random_ids(batch, length), **kwargs)
-    return cache
 
 
 def tables(cache) -> list:
@@ -166,43 +146,6 @@ def test_what_was_in_unused_memory_is_not_saved(tmp_path):
     assert (hot[:, :, 1:] == 0).all()
 
 
-REFUSED_MODELS = {
-    "weights": lambda: tiny_model(seed=1),
-    "shape": lambda: tiny_model(num_hidden_layers=2),
-    "rotary embedding": lambda: tiny_model(rope_parameters={"rope_theta": 5e5}),
-    "dtype float32 and bfloat16": lambda: tiny_model().bfloat16(),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED_MODELS)
-def test_another_models_cache_is_refused(reason, tmp_path):
-    filled(omlx_cache.patch(tiny_model(), **SMALL), 70).save(tmp_path / "chat")
-    other = omlx_cache.patch(REFUSED_MODELS[reason](), **SMALL)
-    with pytest.raises(ValueError, match="must be a cache of this model") as raised:
-        omlx_cache.PagedCache.load(tmp_path / "chat", other)
-    assert reason in str(raised.value)
-    assert "load the model that it was saved with" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "reason", "remedy"),
-    [
-        ({"block_size": 128}, "block_size: 64 and 128", "block_size=64"),
-        ({"sink_tokens": 8}, "sink_tokens: 4 and 8", "sink_tokens=4"),
-        ({"window_size": 100}, "window_size", "window_size='auto'"),
-        ({"cache_bits": 4}, "not rotated and rotated", "cache_bits=8"),
-    ],
-)
-def test_another_format_is_refused(config, reason, remedy, tmp_path):
-    model = omlx_cache.patch(tiny_model(), **SMALL)
-    filled(model, 70).save(tmp_path / "chat")
-    omlx_cache.patch(model, **{**SMALL, **config})
-    with pytest.raises(ValueError, match="must be stored as the model is patched") as raised:
-        omlx_cache.PagedCache.load(tmp_path / "chat", model)
-    assert reason in str(raised.value)
-    assert remedy in str(raised.value).rpartition("saved with")[2]
-
-
 def test_a_cache_continues_under_another_precision_of_later_blocks(tmp_path):
     model = omlx_cache.patch(tiny_model(), **SMALL)
     filled(model).save(tmp_path / "chat")
@@ -210,120 +153,6 @@ def test_a_cache_continues_under_another_precision_of_later_blocks(tmp_path):
     loaded = omlx_cache.PagedCache.load(tmp_path / "chat", model)
     step(model, loaded, random_ids(1, 100))
     assert {b.tier for b in loaded.groups[0].rows[0].blocks} == {Tier.K8V8, Tier.HOT}
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    model = omlx_cache.patch(tiny_model(num_hidden_layers=1), **SMALL)
-    filled(model, 70).save(tmp_path / "chat")
-    path = tmp_path / "chat"
-    whole = path.read_bytes()
-    for i in range(0, len(whole), len(whole) // 150):
-        damaged = bytearray(whole)
-        damaged[i] ^= 1 << i % 8
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="can't be used"):
-            omlx_cache.PagedCache.load(path, model)
-    for wrong in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0", os.urandom(5000)):
-        path.write_bytes(wrong)
-        with pytest.raises(ValueError, match="can't be used"):
-            omlx_cache.PagedCache.load(path, model)
-    with open(path, "wb") as file:
-        SealedWriter(file, "omlx_cache cache 3", {}, []).finish()
-    with pytest.raises(ValueError, match="'omlx_cache cache 3'"):
-        omlx_cache.PagedCache.load(path, model)
-    with pytest.raises(FileNotFoundError):
-        omlx_cache.PagedCache.load(tmp_path / "nowhere", model)
-
-
-def test_a_cache_that_does_not_fit_is_refused(tmp_path):
-    model = omlx_cache.patch(tiny_model(), **SMALL)
-    filled(model).save(tmp_path / "chat")
-    omlx_cache.patch(model, **SMALL, max_gpu_blocks=3)
-    with pytest.raises(omlx_cache.OutOfBlocksError, match="5"):
-        omlx_cache.PagedCache.load(tmp_path / "chat", model)
-
-
-def test_a_save_that_fails_leaves_the_file_before_it(tmp_path, monkeypatch):
-    model = omlx_cache.patch(tiny_model(), **SMALL)
-    cache = filled(model, 70)
-    cache.save(tmp_path / "chat", extra={"turn": 1})
-    (tmp_path / ".chat.1.0.tmp").write_bytes(b"what a killed process left")
-
-    def no_space(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SealedWriter, "finish", no_space)
-        with pytest.raises(OSError, match="No space left"):
-            cache.save(tmp_path / "chat", extra={"turn": 2})
-    assert SavedCache(tmp_path / "chat").extra == {"turn": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["chat"]
-
-
-def test_only_a_cache_at_rest_is_saved_and_only_with_its_model(tmp_path):
-    model = omlx_cache.patch(tiny_model(), **SMALL)
-    cache = filled(model, 70)
-    with (
-        pytest.raises(RuntimeError, match="while a step is running"),
-        cache.step(cache.valid_columns(None, 1, 1)),
-    ):
-        cache.save(tmp_path / "chat")
-    omlx_cache.unpatch(model)
-    with pytest.raises(RuntimeError, match="must still be patched"):
-        cache.save(tmp_path / "chat")
-    assert not list(tmp_path.iterdir())
-
-
-def test_fingerprints_see_what_matters_and_nothing_else():
-    model = omlx_cache.patch(tiny_model("qwen2"), **SMALL)
-    decoder = model.get_decoder()
-    before = model_fingerprint(decoder)
-    filled(model)
-    model.config.use_cache = False
-    assert model_fingerprint(decoder) == before
-    assert model_fingerprint(tiny_model("qwen2").get_decoder()) == before  # not patched
-    cache = omlx_cache.PagedCache(model)
-    blocks = block_fingerprint(cache, decoder)
-    assert block_fingerprint(omlx_cache.PagedCache(model), decoder) == blocks
-    omlx_cache.patch(model, **{**SMALL, "recent_tokens": 64})
-    assert block_fingerprint(omlx_cache.PagedCache(model), decoder) != blocks
-    for name, weight in decoder.named_parameters():
-        kept = weight.data.clone()
-        weight.data *= 1.01
-        changed = model_fingerprint(decoder)
-        assert changed["weights"] != before["weights"], name
-        weight.data = kept
-    assert model_fingerprint(decoder) == before
-    with pytest.raises(NotImplementedError, match="all offloaded"):
-        model_fingerprint(decoder.to("meta"))
-
-
-def test_a_quantized_layer_is_known_in_any_order_of_its_weights():
-    """GPTQ kernels pack codes and scales in an order of their own, some when they first run."""
-    decoder = tiny_model(num_hidden_layers=1).get_decoder()
-    packed = torch.nn.Module()
-    packed.register_buffer("qweight", torch.arange(64, dtype=torch.int32).view(8, 8))
-    packed.register_buffer("scales", torch.rand(4, 8).half())
-    decoder.layers[0].mlp.up_proj = packed
-    before = model_fingerprint(decoder)
-    packed.qweight = packed.qweight.view(torch.uint8).t()
-    packed.scales = packed.scales.bfloat16()[:, torch.randperm(8)]
-    assert model_fingerprint(decoder) == before
-    packed.scales *= 1.01
-    assert model_fingerprint(decoder)["weights"] != before["weights"]
-
-
-def test_an_adapter_counts_while_it_is_active():
-    decoder = tiny_model(num_hidden_layers=1).get_decoder()
-    layer = decoder.layers[0].mlp.up_proj
-    plain = model_fingerprint(decoder)
-    layer.active_adapters, layer.scaling, layer.disable_adapters = ["one"], {"one": 0.5}, False
-    one = model_fingerprint(decoder)
-    layer.scaling = {"one": 0.25}
-    weaker = model_fingerprint(decoder)
-    layer.disable_adapters = True
-    assert len({f["adapters"] for f in (plain, one, weaker)}) == 3
-    assert model_fingerprint(decoder) == plain
 
 
 @pytest.mark.real_model
