@@ -131,6 +131,8 @@ def _bias_of(projection: nn.Module) -> torch.Tensor | None:
         return None
     if bias.is_meta:  # as where accelerate keeps weights on a disk
         raise _UnreadableError
+    if hasattr(bias, "to_local"):  # tensor parallel: this process stores the keys of these heads
+        bias = bias.to_local()
     return bias.detach().float().cpu()
 
 
