@@ -22,6 +22,7 @@ from omlx_cache.patch_state import state_of
 from omlx_cache.rotary import follows_length
 
 PREPARE = "prepare_inputs_for_generation"
+_NEW_TOKENS = "next_sequence_length"
 
 
 def may_switch(model: PreTrainedModel, decoder: nn.Module) -> bool:
@@ -38,10 +39,14 @@ def preparing(model: PreTrainedModel) -> Callable:
 
     @functools.wraps(getattr(type(model), PREPARE))
     def prepare(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = state_of(self).original(self, PREPARE)(*args, **kwargs)
+        original = state_of(self).original(self, PREPARE)
+        inputs = original(*args, **kwargs)
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, PagedCache))
         cache = next(given, None)
         if cache is not None and all(inputs.get(name) is None for name in CACHE_NAMES):
+            if kwargs.get(_NEW_TOKENS) is not None:
+                # Before 5.24 the model drops its cache, and reads the newest tokens alone after it.
+                inputs = original(*args, **{**kwargs, _NEW_TOKENS: None})
             cache.reset()
             inputs[cache_name(type(self).forward)] = cache
         return inputs

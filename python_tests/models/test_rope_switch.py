@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tiny import _LONGROPE, greedy, left_padded, random_ids, tiny_model
 
 import omlx_cache
+from omlx_cache.compat import CACHE_NAMES
 from omlx_cache.rope_switch import PREPARE
 
 SWITCH = 48
@@ -33,6 +35,22 @@ def longrope_model():
     )
 
 
+def stock_model():
+    """Return the stock model; before 5.24 it read nothing but the newest token at the switch."""
+    model = longrope_model()
+    original = getattr(model, PREPARE)
+
+    @functools.wraps(original)
+    def prepare(*args, **kwargs):
+        inputs = original(*args, **kwargs)
+        if any(inputs.get(name) is not None for name in CACHE_NAMES):
+            return inputs
+        return original(*args, **{**kwargs, "next_sequence_length": None})
+
+    setattr(model, PREPARE, prepare)
+    return model
+
+
 def inputs_of(length: int, rows: int) -> dict[str, torch.Tensor]:
     ids = random_ids(rows, length)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -42,14 +60,14 @@ def inputs_of(length: int, rows: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("length", [SWITCH - 8, SWITCH, SWITCH + 1])
 def test_equal_to_stock_across_the_switch(mode, length):
     inputs = inputs_of(length, 1 if mode in ("lookup", "early-exit") else 2)
-    expected = greedy(longrope_model(), inputs, NEW, **MODES[mode])
+    expected = greedy(stock_model(), inputs, NEW, **MODES[mode])
     patched = omlx_cache.patch(longrope_model(), cache_bits=16)
     assert torch.equal(greedy(patched, inputs, NEW, **MODES[mode]), expected)
 
 
 def test_padded_rows_are_equal_to_stock():
     inputs = left_padded(random_ids(3, SWITCH - 4), [SWITCH - 4, 9, 30])
-    expected = greedy(longrope_model(), inputs, 2 * NEW)
+    expected = greedy(stock_model(), inputs, 2 * NEW)
     patched = omlx_cache.patch(longrope_model(), cache_bits=16)
     assert torch.equal(greedy(patched, inputs, 2 * NEW), expected)
 
@@ -84,13 +102,13 @@ def test_a_cache_of_the_caller_stays_current():
 
     chat = torch.cat([out.sequences, random_ids(2, 5, seed=1)], 1)
     turn = {"input_ids": chat, "attention_mask": torch.ones_like(chat)}
-    expected = greedy(longrope_model(), turn, NEW)
+    expected = greedy(stock_model(), turn, NEW)
     assert torch.equal(greedy(patched, turn, NEW, cache=cache), expected)
 
 
 def test_a_row_that_has_ended_disturbs_no_other():
     inputs = inputs_of(SWITCH - 8, 2)
-    stock = longrope_model()
+    stock = stock_model()
     plain = greedy(stock, inputs, NEW)
     # Row 0 ends before the switch, row 1 never.
     end = next(int(t) for t in plain[0, :6] if t not in plain[1])
