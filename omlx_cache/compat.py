@@ -18,6 +18,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 try:  # configurations that hold values for each layer, since 5.24
@@ -40,6 +41,7 @@ __all__ = [
     "TextIteratorStreamer",
     "cache_name",
     "config_value",
+    "create_masks_for_generate",
     "install_capturing_hooks",
     "mask_builders",
     "register_attention",
