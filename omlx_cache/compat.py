@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -33,6 +33,7 @@ __all__ = [
     "CACHE_NAMES",
     "Cache",
     "CacheLayerMixin",
+    "DynamicCache",
     "GenerationConfig",
     "PreTrainedModel",
     "PretrainedConfig",
