@@ -175,7 +175,7 @@ class PagedLayer(CacheLayerMixin):
 
         Returns:
             [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0,
-            but for the last one, see `omlx_cache.last_columns`.
+            but for those of `AskedPadding`.
         """
         self._store(key, value)
         group, step = self.group, self.group.running_step
@@ -197,11 +197,11 @@ class PagedLayer(CacheLayerMixin):
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)
             out = padded.index_copy_(0, tables.token_index, out)
-        if step.last_columns is not None:
-            rows = step.last_columns.index(query.device)
-            q = query[rows, :, -1].to(self.stored.format.dtype)
-            seen, _ = look(q, step.last_columns.metas(query.device), sink_q=None)
-            out.view(batch, columns, heads, dim)[rows, -1] = seen
+        if step.padding is not None:
+            places = step.padding.places(query.device)
+            q = query.transpose(1, 2)[places].to(self.stored.format.dtype)
+            seen, _ = look(q, step.padding.metas(query.device), sink_q=None)
+            out.view(batch, columns, heads, dim)[places] = seen
         convert(blocks, tables.convert)
         if there is not None:
             convert(group.arena.cpu_tier.fitted(self.index).blocks, there.convert)

@@ -1,7 +1,7 @@
 """Prompts that are padded on the right: a mistake, but one that transformers answers sensibly.
 
-``generate`` takes the first token of a row from its last column, which then holds padding and sees
-the tokens before it.
+``generate`` takes the first token of a row from its last column (or the one before drafted tokens),
+which then holds padding and sees the tokens before it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,19 @@ def test_it_sees_what_a_token_in_its_place_would_see(config):
         alone = {"input_ids": inputs["input_ids"][row : row + 1, :length]}
         want = last_logits(model, alone)[0]
         torch.testing.assert_close(got[row], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}])
+def test_drafted_tokens_behind_the_padding(mode):
+    """Then the column of padding that is asked is not the last one."""
+    stock, model = tiny_model(), omlx_cache.patch(tiny_model(), **EXACT)
+    ids = random_ids(1, 150)
+    ids[:, 100:] = 0
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    if "assistant_model" in mode:
+        mode = {"assistant_model": model}
+    want = greedy(stock, inputs, 10)
+    assert torch.equal(greedy(model, inputs, 10, **mode), want)
 
 
 def test_decoding_behind_it_goes_on_from_the_tokens():

@@ -21,7 +21,7 @@ RETURNED = {"return_dict_in_generate": True}
 
 def cache_of(output):
     """Return the cache of an output, whatever it is called."""
-    return next(output[name] for name in ("cache", "past_key_values") if name in output)
+    return next((output[name] for name in ("cache", "past_key_values") if name in output), None)
 
 
 def both(family="llama", **config):
@@ -127,6 +127,17 @@ def test_the_models_own_setting_holds_under_a_configuration_of_the_call():
     how = GenerationConfig(max_new_tokens=3, **RETURNED)
     got = model.generate(random_ids(1, 20), generation_config=how)
     assert isinstance(cache_of(got), StaticCache)
+
+
+def test_no_cache_where_the_model_wants_none():
+    stock, model = both(cache_bits=16)
+    ids, how = random_ids(1, 20), GenerationConfig(max_new_tokens=5, do_sample=False, **RETURNED)
+    for each in (stock, model):
+        each.generation_config.use_cache = False
+    want, got = (each.generate(ids, generation_config=how) for each in (stock, model))
+    assert torch.equal(got.sequences, want.sequences)
+    kinds = {"DynamicCache": "PagedCache", "NoneType": "NoneType"}
+    assert type(cache_of(got)).__name__ == kinds[type(cache_of(want)).__name__]
 
 
 def test_a_compiled_stock_call():
