@@ -76,6 +76,8 @@ class PagedAttention(nn.Module):
         # Its name differs between models and versions, and some pass it by position.
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
         if not isinstance(cache, PagedCache):
+            if self.original.config._attn_implementation != ATTENTION_NAME:
+                return self.original(*args, **kwargs)  # a stock call
             raise TypeError(
                 f"PagedAttention: the cache must be a PagedCache, got {type(cache).__name__}; call "
                 f"the patched model (or its decoder), not a layer of it"

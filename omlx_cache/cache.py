@@ -21,7 +21,7 @@ from omlx_cache.block_pool import MemoryMeter
 from omlx_cache.cache_report import CacheReport, report_of
 from omlx_cache.cache_rows import CacheRows
 from omlx_cache.cache_steps import CacheSteps
-from omlx_cache.compat import Cache
+from omlx_cache.compat import Cache, DynamicCache
 from omlx_cache.compiled import new_handle
 from omlx_cache.host_tier import HostTier
 from omlx_cache.layer_groups import build_layers
@@ -45,8 +45,8 @@ _UNQUANTIZED = {
 }
 
 
-class PagedCache(Cache):
-    """The cache of one batch of sequences of a patched model.
+class PagedCache(DynamicCache):
+    """The cache of one batch of sequences of a patched model; the `DynamicCache` of that model.
 
     A patched ``generate()`` or ``model(..., use_cache=True)`` builds one by itself. Make your own
     to keep a chat's history between calls::
@@ -64,19 +64,33 @@ class PagedCache(Cache):
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._build(state_of(model))
+        self._is_callers = True
 
     @classmethod
-    def for_patch(cls, state: PatchState, *, unquantized: bool = False) -> PagedCache:
+    def for_patch(
+        cls, state: PatchState, *, unquantized: bool = False, callers: bool = False
+    ) -> PagedCache:
         """Make a cache for the model that ``state`` patches.
 
         Args:
             state: the patch.
             unquantized: for the throw-away cache of a call with ``use_cache=False``, in which
                 nothing is rounded and which may take what memory it needs.
+            callers: whether somebody has asked for this cache; see `is_compileable`.
         """
         cache = cls.__new__(cls)
         cache._build(state, _UNQUANTIZED if unquantized else {})
+        cache._is_callers = callers
         return cache
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` compiles the model by itself for this cache, on accelerators.
+
+        It does for a cache of the caller's. One that it builds is used as it would use a
+        `DynamicCache`: nobody has asked for a first call of minutes.
+        """
+        return self._is_callers
 
     def _build(self, state: PatchState, overrides: dict | None = None) -> None:
         self._state = weakref.ref(state)
@@ -87,7 +101,7 @@ class PagedCache(Cache):
         self.meter = MemoryMeter() if self._store is None else self._store.meter
         self.handle = new_handle(self)
         self.groups, layers = build_layers(state.spec, self.config, self._arena, self.meter)
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
         self._own_layers()
         self.rows = CacheRows(self.groups, layers)
         self.prefix = PrefixShare(self._store, self.rows)

@@ -17,7 +17,8 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 try:  # configurations that hold values for each layer, since 5.24
@@ -32,6 +33,7 @@ __all__ = [
     "CACHE_NAMES",
     "Cache",
     "CacheLayerMixin",
+    "DynamicCache",
     "GenerationConfig",
     "PreTrainedModel",
     "PretrainedConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "TextIteratorStreamer",
     "cache_name",
     "config_value",
+    "create_masks_for_generate",
     "install_capturing_hooks",
     "mask_builders",
     "register_attention",

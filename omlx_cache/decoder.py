@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from omlx_cache import compiled
 from omlx_cache.cache import PagedCache
 from omlx_cache.compat import CACHE_NAMES, cache_name
 from omlx_cache.patch_state import PatchState
+from omlx_cache.stock_calls import asks_for_stock_forward
 
 # Arguments of a decoder that run along the columns, and the dimension in which they do.
 _COLUMN_ARGUMENTS = {
@@ -36,7 +38,19 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     decoder = state.spec.decoder
     original = state.original(decoder, "forward")
     kwargs = _by_name(decoder, args, kwargs)
-    _refuse_what_cannot_be_served(decoder, kwargs)
+    cache = next((kwargs[n] for n in CACHE_NAMES if kwargs.get(n) is not None), None)
+    why = asks_for_stock_forward(cache, kwargs)
+    if why is not None:
+        with state.switch.stock(why):
+            return original(**kwargs)
+    with state.switch.paged():
+        return _run_paged(state, original, kwargs)
+
+
+def _run_paged(state: PatchState, original: Callable, kwargs: dict) -> Any:
+    """Run a decoder with the cache that it is given, or a new one."""
+    decoder = state.spec.decoder
+    _refuse_training(decoder)
     return_dict = kwargs.pop("return_dict", None)
     wants_weights = _pop_output_attentions(decoder, kwargs)
     use_cache = kwargs.pop("use_cache", None)
@@ -51,8 +65,6 @@ def run_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
             "omlx_cache: output_attentions can't be served with cpu_offload, where a part of the "
             "keys is elsewhere; patch(model, cpu_offload=False) to look at the weights"
         )
-    if is_new:
-        _refuse_packed_sequences(kwargs)
     batch, columns = _batch_and_columns(kwargs)
     valid = cache.steps.valid_columns(kwargs.pop("attention_mask", None), batch, columns)
     chunk = (cache.config.prefill_chunk if state.spec.chunkable else None) or max(columns, 1)
@@ -89,11 +101,14 @@ def run_traced_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     length the caller has chosen. Without a `PagedCache` of the caller's the graph breaks here.
     """
     decoder = state.spec.decoder
+    original = state.original(decoder, "forward")
     by_name = _by_name(decoder, args, kwargs)
     cache = next((by_name[n] for n in CACHE_NAMES if by_name.get(n) is not None), None)
+    if state.switch.is_stock and not isinstance(cache, PagedCache):
+        return original(*args, **kwargs)
     if not isinstance(cache, PagedCache) or by_name.get("use_cache") is False:
         return _run_outside_of_the_graph(state, args, kwargs)
-    _refuse_what_cannot_be_served(decoder, by_name)
+    _refuse_training(decoder)
     for name in CACHE_NAMES:
         by_name.pop(name, None)
     if _pop_output_attentions(decoder, by_name):
@@ -109,7 +124,6 @@ def run_traced_decoder(state: PatchState, args: tuple, kwargs: dict) -> Any:
     if by_name.get("position_ids") is None:
         by_name["position_ids"] = columns
     name = cache_name(type(decoder).forward)
-    original = state.original(decoder, "forward")
     output = original(**by_name, **{name: cache, "use_cache": True, "return_dict": True})
     compiled.end_step(cache.handle)
     return output.to_tuple() if return_dict is False else output
@@ -134,7 +148,7 @@ def _pop_cache(kwargs: dict) -> Any:
     return next((cache for cache in given if cache is not None), None)
 
 
-def _refuse_what_cannot_be_served(decoder: nn.Module, kwargs: dict) -> None:
+def _refuse_training(decoder: nn.Module) -> None:
     if decoder.training and torch.is_grad_enabled():
         raise RuntimeError(
             "omlx_cache: a patched model can't be trained; call model.eval(), or "
@@ -148,18 +162,6 @@ def _pop_output_attentions(decoder: nn.Module, kwargs: dict) -> bool:
     if wanted is None:
         wanted = getattr(decoder.config, "output_attentions", None)
     return bool(wanted)
-
-
-def _refuse_packed_sequences(kwargs: dict) -> None:
-    """Refuse several texts in one row, told apart by position ids that start again."""
-    positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("attention_mask") is not None or positions.dim() != 2:
-        return
-    if positions.shape[1] > 1 and (positions.diff(dim=-1) <= 0).any():
-        raise NotImplementedError(
-            "omlx_cache: position_ids must increase along a row, got ids that start again; packed "
-            "sequences can't be served, pass them as rows of a padded batch"
-        )
 
 
 def _check_cache(cache: Any, state: PatchState) -> None:

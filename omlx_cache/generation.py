@@ -1,9 +1,9 @@
-"""``generate`` of a patched model: it builds the paged cache, and refuses another one."""
+"""``generate`` of a patched model: it builds the paged cache, where no other one is asked for."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,6 +11,7 @@ from omlx_cache.cache import PagedCache
 from omlx_cache.compat import CACHE_NAMES, PreTrainedModel, StoppingCriteriaList, cache_name
 from omlx_cache.patch_state import state_of
 from omlx_cache.reuse import FreeEndedRows, Settings, begin_with_known
+from omlx_cache.stock_calls import asks_for_stock_cache
 
 
 def run_generate(
@@ -20,36 +21,39 @@ def run_generate(
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """Call the model's own ``generate`` with a `PagedCache`.
+    """Call the model's own ``generate`` with a `PagedCache`, or on the stock attention.
 
     Args:
         model: the patched model.
         inputs, generation_config, args, kwargs: what the caller passed.
 
     Raises:
-        TypeError: for a cache that isn't a `PagedCache`.
-        ValueError: for ``cache_implementation``, or new ids alone without the mask of the chat.
+        TypeError: for a cache that is none.
+        NotImplementedError: for continuous batching.
+        ValueError: for new ids alone without the mask of the chat.
     """
     state = state_of(model)
     kwargs |= dict(zip(_positional(model), args, strict=False))
-    config = generation_config or model.generation_config
-    wanted = kwargs.get("cache_implementation") or config.cache_implementation
-    if wanted is not None:
-        raise ValueError(
-            f"omlx_cache: cache_implementation must be None on a patched model, got {wanted!r}; "
-            f"choose the format with omlx_cache.patch(model, cache_bits=...), or unpatch first"
-        )
-    given = {name: kwargs.pop(name, None) for name in CACHE_NAMES}
+    settings = Settings(model, generation_config, kwargs)
+    wanted = settings.get("cache_implementation")
+    if wanted == "paged":
+        refuse_continuous_batching()
+    given = {name: kwargs.get(name) for name in CACHE_NAMES}
+    why = asks_for_stock_cache(wanted, given.values())
+    if why is not None:
+        with state.switch.stock(why):
+            return state.original(model, "generate")(inputs, generation_config, **kwargs)
+    if wanted is not None:  # the default by another name, which transformers takes without a cache
+        kwargs["cache_implementation"] = None
+    for name in CACHE_NAMES:
+        kwargs.pop(name, None)
     cache = next((c for c in given.values() if c is not None), None)
-    use_cache = kwargs.get("use_cache")
-    use_cache = config.use_cache if use_cache is None else use_cache
     ids = inputs if inputs is not None else kwargs.get("input_ids")
-    is_own = cache is None and use_cache is not False
+    is_own = cache is None and settings.get("use_cache") is not False
     if is_own:
         cache = PagedCache.for_patch(state)
-        if config.is_assistant:  # drafts tokens that may be taken back
+        if settings.get("is_assistant"):  # drafts tokens that may be taken back
             cache.activate_past_recording()
-        settings = Settings(model, generation_config, kwargs)
         begin_with_known(cache, ids, settings)
         _free_rows_that_end(cache, settings, kwargs)
     if cache is not None:
@@ -69,6 +73,19 @@ def run_generate(
             if is_own:
                 cache.keep()
             state.used(cache, snapshot=True)
+
+
+def refuse_continuous_batching() -> NoReturn:
+    """Refuse what brings its own scheduler.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "omlx_cache: continuous batching (generate_batch) can't be served, it brings a cache and "
+        "an attention of its own; call model.generate with a padded batch, or "
+        "omlx_cache.unpatch(model) first"
+    )
 
 
 def _positional(model: PreTrainedModel) -> list[str]:

@@ -16,6 +16,7 @@ from omlx_cache.read_back import read_back
 from omlx_cache.rotary import Rotation
 from omlx_kernels import ops
 from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier
+from omlx_kernels.metadata import AttentionMetadata
 
 
 def convert(
@@ -173,7 +174,8 @@ class PagedLayer(CacheLayerMixin):
             sink_logits: [num_q_heads] learned sinks; None is none.
 
         Returns:
-            [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0.
+            [batch, columns, num_q_heads, head_dim] in query's dtype; padding columns are 0,
+            but for those of `AskedPadding`.
         """
         self._store(key, value)
         group, step = self.group, self.group.running_step
@@ -182,18 +184,10 @@ class PagedLayer(CacheLayerMixin):
         (q, *_), sight = self.operands(query)
         scoring: dict[str, Any] = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
         scoring |= {"softcap": softcap, "window_size": sight.pop("window_size")}
-        logits = None if sink_logits is None else sink_logits.detach()
-        here = partial(
-            ops.paged_attention, q, blocks, tables.meta, **sight, **scoring, sink_logits=logits
-        )
         there = step.host_tables()
-        if there is None:
-            mass = new_mass(tables.meta, q) if group.watches_mass else None
-            out = here(split_mass=mass)
-        else:
-            offloaded = partial(attend_on_host, group.arena.cpu_tier, self.index, q, **scoring)
-            metas = tables.meta, there.meta
-            out, mass = attend_in_parts(q, metas, here, offloaded, group.watches_mass)
+        metas = tables.meta, None if there is None else there.meta
+        look = partial(self._look, sight, scoring, sink_logits)
+        out, mass = look(q, metas, wants_mass=group.watches_mass)
         if group.promise is not None:
             group.promise.add(self.index, q, sm_scale)
         if group.observer is not None and mass is not None:
@@ -203,10 +197,53 @@ class PagedLayer(CacheLayerMixin):
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)
             out = padded.index_copy_(0, tables.token_index, out)
+        if step.padding is not None:
+            places = step.padding.places(query.device)
+            q = query.transpose(1, 2)[places].to(self.stored.format.dtype)
+            seen, _ = look(q, step.padding.metas(query.device), sink_q=None)
+            out.view(batch, columns, heads, dim)[places] = seen
         convert(blocks, tables.convert)
         if there is not None:
             convert(group.arena.cpu_tier.fitted(self.index).blocks, there.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
+
+    def _look(
+        self,
+        sight: dict,
+        scoring: dict,
+        sink_logits: torch.Tensor | None,
+        q: torch.Tensor,
+        metas: tuple[AttentionMetadata, AttentionMetadata | None],
+        *,
+        wants_mass: bool = False,
+        **other_sight,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the blocks here, and to those in CPU memory where there are tables of them.
+
+        Args:
+            sight, other_sight: what a query sees; see `operands`.
+            scoring: the arguments of `paged_attention` that attending on the host needs, too.
+            sink_logits: as in `attend`.
+            q: [num_queries, num_q_heads, head_dim].
+            metas: tables of the blocks here, and in CPU memory.
+            wants_mass: whether to return the mass of each split.
+        """
+        meta, meta_there = metas
+        logits = None if sink_logits is None else sink_logits.detach()
+        here = partial(
+            ops.paged_attention,
+            q,
+            self.stored.blocks,
+            meta,
+            **sight | other_sight,
+            **scoring,
+            sink_logits=logits,
+        )
+        if meta_there is None:
+            mass = new_mass(meta, q) if wants_mass else None
+            return here(split_mass=mass), mass
+        there = partial(attend_on_host, self.group.arena.cpu_tier, self.index, q, **scoring)
+        return attend_in_parts(q, (meta, meta_there), here, there, wants_mass)
 
     def operands(self, query: torch.Tensor) -> tuple[tuple, dict]:
         """Return q, blocks and tables of the step for `paged_attention`, and what a query sees.

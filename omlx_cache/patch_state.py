@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from omlx_cache.config import CacheConfig
+from omlx_cache.config_switch import ConfigSwitch
 from omlx_cache.fingerprint import fingerprint
 from omlx_cache.inspection import ModelSpec
 from omlx_cache.prefix_store import PrefixStore
@@ -33,7 +34,7 @@ class PatchState:
     Attributes:
         config: configuration of the caches that the model builds from now on.
         spec: what was read from the model.
-        configs: (module, the configuration object that it read before).
+        switch: the configurations that modules read, ours and their own.
         hooks: (module, number) of the forward hooks that were added.
         methods: what stands in for methods of the model.
         last_cache: the cache that the model used last, while it lives.
@@ -43,7 +44,7 @@ class PatchState:
 
     config: CacheConfig
     spec: ModelSpec
-    configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    switch: ConfigSwitch = field(default_factory=ConfigSwitch)
     hooks: list[tuple[nn.Module, int]] = field(default_factory=list)
     methods: list[StandIn] = field(default_factory=list)
     last_cache: weakref.ref[PagedCache] | None = None
@@ -102,7 +103,7 @@ class PatchState:
         """Copy for a copied model; caches of the original are not the copy's."""
         copied = memo[id(self)] = PatchState(self.config, self.spec)  # modules refer back to it
         copied.spec = copy.deepcopy(self.spec, memo)
-        copied.configs = copy.deepcopy(self.configs, memo)
+        copied.switch = copy.deepcopy(self.switch, memo)
         copied.hooks = copy.deepcopy(self.hooks, memo)
         copied.methods = copy.deepcopy(self.methods, memo)
         return copied

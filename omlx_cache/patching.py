@@ -17,12 +17,13 @@ from omlx_cache.cache import PagedCache
 from omlx_cache.cache_report import CacheReport
 from omlx_cache.compat import (
     PreTrainedModel,
+    create_masks_for_generate,
     install_capturing_hooks,
     remove_capturing_hooks,
 )
 from omlx_cache.config import CacheConfig, check_model_bits
 from omlx_cache.decoder import run_decoder, run_traced_decoder
-from omlx_cache.generation import run_generate
+from omlx_cache.generation import refuse_continuous_batching, run_generate
 from omlx_cache.inspection import ModelSpec, inspect_model
 from omlx_cache.patch_state import (
     PatchState,
@@ -37,6 +38,7 @@ from omlx_cache.prefix_disk import check_storable
 from omlx_cache.reuse import check_reusable
 from omlx_cache.rope_switch import PREPARE, may_switch, preparing
 from omlx_cache.stand_ins import StandIn
+from omlx_cache.stock_calls import is_stock_cache
 from omlx_cache.unwrap import gptq_bits, unwrap
 
 Model = TypeVar("Model")
@@ -119,8 +121,7 @@ def unpatch(model: Model) -> Model:
     for site in state.spec.sites:
         setattr(site.parent, site.name, getattr(site.parent, site.name).hand_back())
     remove_capturing_hooks(state.spec.decoder, state.hooks)
-    for module, config in state.configs:
-        module.config = config
+    state.switch.withdraw()
     for stand_in in state.methods:
         stand_in.withdraw()
         detach_state(stand_in.module)
@@ -226,11 +227,10 @@ def _give_own_configs(state: PatchState) -> None:
     copies: dict[int, Any] = {}
     for module in (state.spec.decoder, *(site.module for site in state.spec.sites)):
         config = module.config
-        state.configs.append((module, config))
         if id(config) not in copies:
             copies[id(config)] = copy.copy(config)
             copies[id(config)]._attn_implementation = ATTENTION_NAME
-        module.config = copies[id(config)]
+        state.switch.add(module, copies[id(config)])
 
 
 def _replace_method(state: PatchState, module: nn.Module, name: str, function: Callable) -> None:
@@ -253,12 +253,19 @@ def _create_masks_for_generate(
     attention_mask: torch.Tensor | None,
     is_first_iteration: bool = False,
     **kwargs,
-) -> torch.Tensor | None:
+) -> Any:
     """Stand in for what makes 4-D masks of the 2-D one: the cache reads the 2-D one.
 
     A token's own column is enough once generation goes on, and has one shape at every length; a
     copy of it has one stride too, for which a compiled step would be compiled again otherwise.
     """
+    if is_stock_cache(*kwargs.values()):
+        return create_masks_for_generate(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
     if attention_mask is None or is_first_iteration or inputs_embeds.shape[1] != 1:
         return attention_mask
     return attention_mask[:, -1:].clone(memory_format=torch.contiguous_format)
@@ -271,8 +278,4 @@ def _generate(self: nn.Module, inputs=None, generation_config=None, *args, **kwa
 
 def _refuse_continuous_batching(self: nn.Module, *args, **kwargs) -> None:
     """Stand in for what generate_batch begins with, before it changes the model's attention."""
-    raise NotImplementedError(
-        "omlx_cache: continuous batching (generate_batch) can't be served, it brings a cache and "
-        "an attention of its own; call model.generate with a padded batch, or "
-        "omlx_cache.unpatch(model) first"
-    )
+    refuse_continuous_batching()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from omlx_cache.asked_padding import AskedPadding
 from omlx_cache.block_allocator import BlockAllocator
 from omlx_cache.block_arena import BlockArena
 from omlx_cache.policy.choice import Policy
@@ -87,6 +88,7 @@ class StepPlan:
             conversions=self.conversions,
             offloaded_conversions=self.offloaded_conversions,
         )
+        self.padding = AskedPadding.of_step(self.rows, valid, recall, split_size)
 
     def _shared_tail(self, row: RowPlan) -> StoredBlock | None:
         """Return the row's partial block when others hold it too: writing needs a copy."""

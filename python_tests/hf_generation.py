@@ -7,11 +7,10 @@ installed (``git clone --depth 1 --branch v5.24.0 <repository> transformers``)::
     python python_tests/hf_generation.py transformers -k greedy  # and other options of pytest
 
 Of the families' test classes only what ``GenerationTesterMixin`` brings is run, and all of
-``tests/utils/test_cache_utils.py``. A model is patched when it is first called, so that the tests
-build, load, cast and move it as they do. Where omlx_cache *refuses*, by an error of its own that
-says why, what only another cache can serve (``cache_implementation="static"``, a `DynamicCache` of
-the caller's), the test is listed as refused, apart from those that failed. The exit status counts
-failures.
+``tests/utils/test_cache_utils.py``. Every model is patched as soon as it is built, or loaded, so
+that the tests cast, move, save and use patched ones. Where omlx_cache *refuses*, by an error of its
+own that says why, the test is listed as refused, apart from those that failed. The exit status
+counts failures.
 """
 
 from __future__ import annotations
@@ -39,23 +38,26 @@ CACHES = Path("tests", "utils", "test_cache_utils.py")
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 
-def patch_before_use(model_class: type) -> None:
-    """Make each model of a class patch itself when it is first called, or first generates."""
+def patch_when_built(model_class: type) -> None:
+    """Make each model of a class patch itself when it is built or loaded."""
+    build, load = model_class.__init__, model_class.from_pretrained.__func__
 
-    def with_patch(name: str) -> None:
-        original = getattr(model_class, name)
-
-        @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            if self.training or find_state(self) is not None:
-                return original(self, *args, **kwargs)
+    @functools.wraps(build)
+    def init(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        if not any(parameter.is_meta for parameter in self.parameters()):  # as while it is loaded
             omlx_cache.patch(self, cache_bits=16)
-            return getattr(self, name)(*args, **kwargs)
 
-        setattr(model_class, name, method)
+    @functools.wraps(load)
+    def from_pretrained(cls, *args, **kwargs):
+        loaded = load(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with what was missing
+        if find_state(model) is None:
+            omlx_cache.patch(model, cache_bits=16)
+        return loaded
 
-    with_patch("__call__")
-    with_patch("generate")
+    model_class.__init__ = init
+    model_class.from_pretrained = classmethod(from_pretrained)
 
 
 class PatchedModels:
@@ -128,7 +130,7 @@ def main(arguments: list[str]) -> int:
     checkout = Path(arguments[0]).resolve()
     files = _check_checkout(checkout)
     for name in FAMILIES.values():
-        patch_before_use(getattr(transformers, name))
+        patch_when_built(getattr(transformers, name))
     options = [f"--rootdir={checkout}", "-c", str(checkout / "pyproject.toml"), "-rf"]
     return pytest.main(
         [*map(str, files), *options, "-p", "no:cacheprovider", *arguments[1:]],

@@ -119,7 +119,7 @@ class SavedCache:
         from omlx_cache.cache import PagedCache  # which imports this module
 
         state = state_of(model)
-        cache = PagedCache.for_patch(state)
+        cache = PagedCache.for_patch(state, callers=True)
         self._check(cache, state)
         with open(self.path, "rb") as file:
             sealed = self._open(file)

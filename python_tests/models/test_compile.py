@@ -73,19 +73,21 @@ def test_inductor():
     assert number_of_graphs() == 1
 
 
-def test_generate_compiles_by_itself():
+def test_generate_compiles_by_itself_for_a_cache_of_the_callers():
     model, ids = omlx_cache.patch(tiny_model()), random_ids(2, 250)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     wanted = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
-    want = model.generate(ids, **wanted)
-    assert not number_of_graphs()
     how = CompileConfig(backend="aot_eager", mode="default", fullgraph=True)
     how._compile_all_devices = True  # transformers compiles by itself on accelerators only
+    want = model.generate(ids, compile_config=how, **wanted)
+    assert not number_of_graphs()
     for _ in range(2):
-        assert torch.equal(model.generate(ids, compile_config=how, **wanted), want)
+        cache = omlx_cache.PagedCache(model)
+        assert cache.is_compileable
+        given = {cache_name(type(model).forward): cache, "compile_config": how}
+        assert torch.equal(model.generate(ids, **given, **wanted), want)
     assert number_of_graphs() == 1
-    assert omlx_cache.PagedCache(model).is_compileable
 
 
 def test_the_masks_of_generate_are_its_own():

@@ -157,13 +157,6 @@ def test_a_compiled_model_runs():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_sequences_are_refused():
-    model = omlx_cache.patch(tiny_model())
-    positions = torch.cat([torch.arange(30), torch.arange(20)])[None]
-    with pytest.raises(NotImplementedError, match="packed sequences"):
-        model(random_ids(1, 50), position_ids=positions, use_cache=False)
-
-
 def test_one_cache_serves_one_call_at_a_time():
     model, ids = omlx_cache.patch(tiny_model()), random_ids(1, 20)
     cache = omlx_cache.PagedCache(model)
