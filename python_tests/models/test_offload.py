@@ -129,6 +129,19 @@ def test_a_share_is_pruned_after_each_pass():
     assert sorted(row.dropped) == [4 + 64 * i for i in range(len(row.dropped))]
 
 
+def test_topk_knows_the_mass_of_the_blocks_that_are_left_also_when_saved(tmp_path):
+    config = {"pruning": "topk", "prune_ratio": 0.4}
+    _, _, cache = run(config, {"input_ids": random_ids(1, 500)})
+    (row,) = cache.groups[0].rows
+    assert row.dropped
+    assert set(row.mass) == {block.start for block in row.blocks}
+    assert min(row.mass.values()) > 0
+    cache.save(tmp_path / "chat")
+    model = omlx_cache.patch(tiny_model(), **SMALL | config)
+    (loaded,) = omlx_cache.PagedCache.load(tmp_path / "chat", model).groups[0].rows
+    assert loaded.mass == row.mass
+
+
 def test_a_cut_into_what_was_dropped_is_refused():
     _, _, cache = run({"pruning": "oldest", "prune_ratio": 0.4}, {"input_ids": random_ids(1, 500)})
     before = cache.get_seq_length()
