@@ -6,8 +6,8 @@
 
 The results come from the quality tool (quality_4096.json, settings_4096.json, quality_8192.json),
 ``python bench/settings.py`` (settings_bytes.json), ``python bench/bench_generate.py``
-(generate_cpu.json) and ``python bench/bench_bounded.py`` (bounded.json; until that has run, the
-document says so).
+(generate_cpu.json), ``python bench/bench_bounded.py`` (bounded.json; until that has run, the
+document says so) and ``python bench/bench_pruning.py`` (pruning.json).
 """
 
 from __future__ import annotations
@@ -168,6 +168,45 @@ def bounded() -> str:
     return markdown([*head, "same top token", "needles"], rows)
 
 
+def pruning() -> str:
+    """Return the table of pruning's rankings: means, and for random the range over its seeds."""
+    ways: dict[str, list[dict]] = {}
+    for name, readings in read("pruning.json")["results"].items():
+        ways.setdefault(name.rstrip(" 0123456789"), []).append(_means(readings))
+    shapes = {"text kld": ".4f", "text top1": ".1%", "text told": ".1%"}
+    shapes |= {"chat told": ".1%", "chat nll": ".2f"}
+    rows = []
+    for way, runs in ways.items():
+        size, _, ranking = way.rpartition(", ")
+        seeds = "" if len(runs) == 1 else f", {len(runs)} seeds"
+        cells = [
+            _spread([r[key] for r in runs if key in r], shape) for key, shape in shapes.items()
+        ]
+        rows.append([size, f"`{ranking}`{seeds}" if size else ranking, *cells])
+    head = ["`block_size`", "`pruning`", "KL divergence", "same top token", "needles", "recall"]
+    return markdown([*head, "recall, nats"], rows)
+
+
+def _means(readings: dict[str, dict]) -> dict[str, float]:
+    """Return the mean of each figure over the texts, and over the chats: ``text kld``."""
+    found: dict[str, list[float]] = {}
+    for name, row in readings.items():
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                found.setdefault(f"{name.partition(' ')[0]} {key}", []).append(value)
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _spread(values: list[float], shape: str) -> str:
+    """Write a mean, and the range where there are several values."""
+    if not values:
+        return ""
+    mean = format(sum(values) / len(values), shape)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):{shape}} to {max(values):{shape}})"
+
+
 def render() -> str:
     """Return the document."""
     tables = {
@@ -181,6 +220,7 @@ def render() -> str:
         "chunks": chunks(),
         "speed": speed(),
         "bounded": bounded(),
+        "pruning": pruning(),
     }
     return update(DOCUMENT, tables)
 
