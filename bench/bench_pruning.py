@@ -178,7 +178,7 @@ def measure(model: PreTrainedModel, reading: Reading, setting: dict, seed: int, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="of random")
+    parser.add_argument("--seeds", type=int, default=5, help="of random")
     parser.add_argument("--texts", type=int, default=1)
     parser.add_argument("--chats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows go")
