@@ -12,7 +12,7 @@ Every question is put to the same cache, as rows of one batch: none is made easi
 one before. All rankings keep equally many blocks. ``random`` draws once a position, so it is
 measured with several seeds.
 
-    python bench/bench_pruning.py                      # bench/results/pruning.json; some 40 minutes
+    python bench/bench_pruning.py                      # bench/results/pruning.json; half an hour
     python bench/bench_pruning.py --seeds 1 --texts 1 --chats 0 --json out.json       # a quick look
     python docs/render_tuning.py                       # put the table into docs/tuning.md
 
