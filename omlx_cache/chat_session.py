@@ -103,7 +103,7 @@ class ChatSession:
         given = {"attention_mask": torch.ones_like(inputs), **generation}
         if self._tokenizer.pad_token_id is not None:
             given.setdefault("pad_token_id", self._tokenizer.pad_token_id)
-        inner, cache = unwrap(self._model), PagedCache(self._model)
+        inner, cache = unwrap(self._model), PagedCache.for_patch(state_of(self._model))
         settings = Settings(inner, given.get("generation_config"), given)
         begin_with_known(cache, inputs, settings)
         self.prompt_tokens, self.reused_tokens = len(ids), cache.reused_tokens
