@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from threading import Event, Thread
 
@@ -50,6 +51,8 @@ NAMED = {
     [(f, n) for f in FAMILIES for n in NAMED if n != "quantized" or f in ("llama", "qwen2")],
 )
 def test_a_named_cache_is_the_one_that_is_used(family, name, caplog):
+    if name == "quantized" and "fp8" not in inspect.getsource(QuantizedCache):
+        pytest.skip("this version of transformers quantizes with other packages alone")
     stock, model = both(family, window_size=70, sink_tokens=0)
     inputs, (wanted, kind) = left_padded(random_ids(2, 120), [120, 80]), NAMED[name]
     ours = greedy(model, inputs, 8)
