@@ -7,7 +7,8 @@
 The results come from the quality tool (quality_4096.json, settings_4096.json, quality_8192.json),
 ``python bench/settings.py`` (settings_bytes.json), ``python bench/bench_generate.py``
 (generate_cpu.json), ``python bench/bench_bounded.py`` (bounded.json; until that has run, the
-document says so) and ``python bench/bench_pruning.py`` (pruning.json).
+document says so), ``python bench/bench_pruning.py`` (pruning.json) and
+``python bench/long_chat.py`` (long_chat.json).
 """
 
 from __future__ import annotations
@@ -151,6 +152,24 @@ def speed() -> str:
     return markdown(["", *(f"after {int(n):,}" for n in found)], rows)
 
 
+def endless() -> str:
+    """Return the table of perplexity past the trained length."""
+    names = {
+        "stock, inside the trained length": "the stock model, of the last 8,192 alone",
+        "stock": "the stock model",
+        "default (window 8192)": "patched, the default (`window_size: auto`, here 8192)",
+        "window 1024": "`window_size: 1024`",
+        "window 1024 without sinks": "`window_size: 1024`, `sink_tokens: 0`",
+    }
+    found = read("long_chat.json")["results"]
+    inside = found["stock, inside the trained length"]["perplexity"]
+    rows = [
+        [title, f"{found[name]['tokens']:,}", f"{found[name]['perplexity'] / inside - 1:+.1%}"]
+        for name, title in names.items()
+    ]
+    return markdown(["", "tokens read", "perplexity"], rows)
+
+
 def bounded() -> str:
     """Return the table of pools with room for a quarter of a chat."""
     if not (RESULTS / "bounded.json").exists():
@@ -213,6 +232,7 @@ def render() -> str:
         "precision": precision(),
         "long": long(),
         "windows": windows(),
+        "endless": endless(),
         "others": others(),
         "saved": saved(),
         "block sizes": sizes("block_size"),
