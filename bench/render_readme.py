@@ -40,9 +40,10 @@ def generate_block(data: dict) -> str:
         lines.append(f"| {label} | {' | '.join(cells)} | {size} |")
     first = {key: f"{found['first_token_s']:.1f}" for key, found in last.items()}
     text = (
-        f"The price is the first token: a prompt of {lengths[-1]} tokens takes {first['8-bit']} s "
-        f"instead of {first['stock']} ({first['window 1024']} with the window), because each chunk "
-        f"reads the history back from 8 bits. Later turns compute only their new tokens."
+        f"The first token of a prompt of {lengths[-1]} tokens comes after {first['8-bit']} s, with "
+        f"the window after {first['window 1024']}, with the stock model after {first['stock']}. "
+        f"Each chunk of a prompt reads the history back from 8 bits; later turns compute only their "
+        f"new tokens."
     )
     return "\n".join([*lines, "", *textwrap.wrap(text, WIDTH)])
 
