@@ -42,8 +42,8 @@ def generate_block(data: dict) -> str:
     text = (
         f"The first token of a prompt of {lengths[-1]} tokens comes after {first['8-bit']} s, with "
         f"the window after {first['window 1024']}, with the stock model after {first['stock']}. "
-        f"Each chunk of a prompt reads the history back from 8 bits; later turns compute only their "
-        f"new tokens."
+        f"Each chunk of a prompt reads the history back from 8 bits; later turns compute only "
+        f"their new tokens."
     )
     return "\n".join([*lines, "", *textwrap.wrap(text, WIDTH)])
 
