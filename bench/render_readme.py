@@ -106,6 +106,7 @@ def paint_generate(axes, data: dict) -> None:
     results = data["results"]
     lengths = [int(n) for n in results]
     colors = {"8-bit": "#175cd3", "window 1024": "#039855", "stock": "#344054"}
+    colors |= {"stock hqq": "#dc6803"}
     for key, label in _measured(results[str(lengths[0])]).items():
         speeds = [results[str(n)][key]["tokens_per_s"] for n in lengths]
         words = label.replace("*", "").replace("`", "")
