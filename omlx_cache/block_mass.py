@@ -1,47 +1,78 @@
 """How much attention each block of a row has got lately.
 
-In every step the newest query of a row spreads a mass of 1 over the blocks (in each head and
-layer); the mean over heads and layers is added to what the row's blocks have, which halves every
-`HALF_LIFE` tokens. The kernels know the mass of a block from its log-sum-exp: it costs no second
-look at the keys.
+In every step each of the newest `QUERIES` queries of a row spreads a mass of 1 over the blocks, in
+each head and layer. The most that a block gets from any of them, in any head of any layer, is added
+to what it has, which halves every `HALF_LIFE` tokens. The most and not the mean: few heads look for
+what a question asks for, and they look at one place. A prompt often ends with its question, and
+its last token is one of the chat template's: hence several queries (Li et al., "SnapKV", 2024).
+
+For a decoding step the kernels know the mass of a block from its log-sum-exp: it costs no second
+look at the keys. The step of a prompt asks again for its newest queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from omlx_cache.sequences import Sequence as Row
+from omlx_kernels.metadata import AttentionMetadata
 
 HALF_LIFE = 256
 """Tokens after which a mass counts half."""
 
 
+QUERIES = 16
+"""Newest tokens of a step of each row whose attention counts."""
+
+Look = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Tables = tuple[AttentionMetadata, AttentionMetadata | None]
+
+
 class StepMass:
-    """The masses of one step, summed over the layers on the devices where they were computed."""
+    """The largest masses of one step so far, on the devices where they were computed."""
 
     def __init__(self) -> None:
-        self._sums: dict[torch.device, torch.Tensor] = {}
-        self._layers = 0
+        self._largest: dict[torch.device, torch.Tensor] = {}
+        self._newest: dict[torch.device, tuple[Tables, torch.Tensor]] = {}
+
+    def look(self, look: Look, q: torch.Tensor, metas: Tables, sink_q: torch.Tensor | None) -> None:
+        """Add the masses of a layer in the step of a prompt.
+
+        Args:
+            look: attends, given q, tables, ``wants_mass`` and ``sink_q``.
+            q: [num_queries, num_q_heads, head_dim].
+            metas: tables of the blocks here, and in CPU memory; the same in all layers of a device.
+            sink_q: shaped like q, or None.
+        """
+        if q.device not in self._newest:
+            here, rows = metas[0].newest_queries(QUERIES)
+            there = None if metas[1] is None else metas[1].newest_queries(QUERIES)[0]
+            self._newest[q.device] = (here, there), rows
+        newest, rows = self._newest[q.device]
+        newest_sink_q = None if sink_q is None else sink_q[rows]
+        _, mass = look(q[rows], newest, wants_mass=True, sink_q=newest_sink_q)
+        if mass is not None:
+            parts = mass.split([0 if meta is None else len(meta.splits) for meta in newest])
+            of_queries = [part.unflatten(0, (QUERIES, -1)).amax(0) for part in parts if len(part)]
+            self.add(torch.cat(of_queries))
 
     def add(self, mass: torch.Tensor) -> None:
         """Add a layer's, [num_splits, num_q_heads]: a share for each block that a row lists."""
-        mean = mass.mean(1)
-        known = self._sums.get(mass.device)
-        self._sums[mass.device] = mean if known is None else known.add_(mean)
-        self._layers += 1
+        largest = mass.amax(1)
+        known = self._largest.get(mass.device)
+        self._largest[mass.device] = largest if known is None else known.maximum(largest)
 
     def collect(self) -> np.ndarray | None:
-        """Return the mean over the layers, [num_splits]; None where no layer has run.
+        """Return the largest of all layers, [num_splits]; None where no layer has run.
 
         Reads back from the devices.
         """
-        if not self._layers:
+        if not self._largest:
             return None
-        parts = [part.cpu().numpy() for part in self._sums.values()]
-        return np.sum(parts, axis=0) / self._layers
+        return np.max([largest.cpu().numpy() for largest in self._largest.values()], axis=0)
 
 
 def add_step(

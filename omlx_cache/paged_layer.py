@@ -187,12 +187,16 @@ class PagedLayer(CacheLayerMixin):
         there = step.host_tables()
         metas = tables.meta, None if there is None else there.meta
         look = partial(self._look, sight, scoring, sink_logits)
-        out, mass = look(q, metas, wants_mass=group.watches_mass)
+        decodes = tables.meta.max_query_len <= 1
+        is_watched = group.observer is not None or (group.mass is not None and decodes)
+        out, mass = look(q, metas, wants_mass=is_watched)
         if group.promise is not None:
             group.promise.add(self.index, q, sm_scale)
         if group.observer is not None and mass is not None:
             group.observer(self.index, tables.meta, mass[: tables.meta.splits.shape[0]])
-        if group.mass is not None and mass is not None:
+        if group.mass is not None and not decodes:
+            group.mass.look(look, q, metas, sight["sink_q"])
+        elif group.mass is not None and mass is not None:
             group.mass.add(mass)
         if tables.token_index is not None:
             padded = out.new_zeros(batch * columns, heads, dim)

@@ -19,7 +19,7 @@ of the blocks, or none, and the sink page in one of them: `omlx_kernels.merge` p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -94,17 +94,39 @@ class AttentionMetadata:
                 expected = f"on {self.seq_lens.device} like seq_lens"
                 raise ValueError(describe("AttentionMetadata", name, expected, str(x.device)))
 
-    def newest_queries(self) -> tuple[AttentionMetadata, torch.Tensor]:
-        """Describe a decode step over the newest query of each sequence.
+    def newest_queries(self, count: int = 1) -> tuple[AttentionMetadata, torch.Tensor]:
+        """Describe a decode step over the newest queries of each sequence.
+
+        Args:
+            count: how many of each sequence, >= 1. Query ``i`` before the newest one of sequence
+                ``s`` is that of sequence ``i * num_seqs + s`` there, which lists what ``s`` lists
+                and ends with the query; where ``s`` has fewer, it has none.
 
         Returns:
-            The tables of that step, and [tokens] int64: the rows of this step's ``q`` that it
-            asks for. Sequences without a query have none there either. Reads back from the device.
+            The tables of that step, whose splits are this step's ``count`` times; and [tokens]
+            int64: the rows of this step's ``q`` that it asks for. Reads back from the device.
         """
-        ends = self.query_start_loc[1:].long()
-        asks = ends > self.query_start_loc[:-1]
+        seqs, num_splits = self.num_seqs, self.splits.shape[0]
+        back = torch.arange(count, device=self.seq_lens.device, dtype=torch.int32)[:, None]
+        ends = self.query_start_loc[1:]
+        asks = (ends - self.query_start_loc[:-1] > back).flatten()
         starts = torch.cat([asks.new_zeros(1), asks]).cumsum(0).int()
-        return replace(self, query_start_loc=starts, max_query_len=1), ends[asks] - 1
+        splits = self.splits.repeat(count, 1)
+        splits[:, 0] += (back * seqs).expand(-1, num_splits).flatten()
+        split_starts = (self.split_starts[:-1] + back * num_splits).flatten()
+        last = self.split_starts[-1:] + (count - 1) * num_splits
+        newest = AttentionMetadata(
+            block_table=self.block_table.repeat(count, 1),
+            block_starts=self.block_starts.repeat(count, 1),
+            tier_starts=self.tier_starts.repeat(count, 1),
+            sink_pages=self.sink_pages.repeat(count),
+            seq_lens=(self.seq_lens - back).clamp(min=0).flatten(),
+            query_start_loc=starts,
+            splits=splits,
+            split_starts=torch.cat([split_starts, last]),
+            max_query_len=1,
+        )
+        return newest, (ends - 1 - back).flatten()[asks].long()
 
     @property
     def num_seqs(self) -> int:

@@ -18,12 +18,12 @@ def candidate(start: int, *masses: float) -> Candidate:
     return Candidate(StoredBlock(start, Tier.HOT, 0), rows)
 
 
-def test_a_step_is_averaged_over_heads_and_layers():
+def test_what_counts_is_the_most_of_any_head_and_layer():
     step = StepMass()
     assert step.collect() is None
     step.add(torch.tensor([[0.2, 0.4], [0.0, 1.0]]))
     step.add(torch.tensor([[0.1, 0.1], [0.5, 0.1]]))
-    assert step.collect() == pytest.approx(np.array([0.2, 0.4]))
+    assert step.collect() == pytest.approx(np.array([0.4, 1.0]))
 
 
 def test_a_mass_counts_half_after_the_half_life():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from native_isas import ISAS, forced_isa
 from strategies import Case, make_case
 from triton_device import needs_device, to_device
 
-from omlx_kernels import ops
+from omlx_kernels import ops, reference
 from omlx_kernels.layout import BLOCK_TIERS, Tier
 
 IMPLEMENTATIONS = [
@@ -110,3 +111,33 @@ def test_newest_queries():
     assert rows.tolist() == [6, 7]
     assert newest.query_start_loc.tolist() == [0, 1, 1, 2]
     assert newest.max_query_len == 1
+
+
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("window", [None, 70])
+def test_each_of_the_newest_queries(implementation, window):
+    count, lens, new = 4, [200, 9, 90, 3], [7, 0, 1, 3]
+    case = make_case(
+        lens,
+        new,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        blocks_per_split=1,
+        cold_tiers=BLOCK_TIERS[1:],
+    )
+    newest, rows = case.meta.newest_queries(count)
+    assert rows.tolist() == [6, 7, 10, 5, 9, 4, 8, 3]
+    found = mass_of(replace(case, q=case.q[rows], meta=newest), implementation, window_size=window)
+    found = found.unflatten(0, (count, -1))
+    want = torch.zeros_like(found)
+    kwargs = case.attention_kwargs() | {"window_size": window}
+    of_rows = reference.attention_probabilities(case.q, case.blocks, case.meta, **kwargs)
+    for seq, (probs, _, positions, _) in enumerate(of_rows):
+        for split, (owner, tier, first, last) in enumerate(case.meta.splits.tolist()):
+            starts = case.meta.block_starts[seq, first:last].tolist()
+            spans = [(0, 4)] if tier == Tier.SINK else [(at, at + 64) for at in starts]
+            keys = [any(low <= p < high for low, high in spans) for p in positions.tolist()]
+            for i in range(min(count, new[seq]) if owner == seq else 0):
+                want[i, split] = probs[:, new[seq] - 1 - i, torch.tensor(keys)].sum(-1)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
