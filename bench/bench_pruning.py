@@ -7,10 +7,12 @@ is dropped on the way, and is then asked for what it has read::
              then passages from 24 depths must be continued, each behind the text ("needles")
     a chat   eight messages, each with a short answer, a token a step; then each message must be
              repeated, each behind the chat ("recall")
+    a document and a question about it in one prompt, at whose end the blocks are dropped: a
+             passage must be continued; 24 questions, each behind the document ("question")
 
-Every question is put to the same cache, as rows of one batch: none is made easier or harder by the
-one before. All rankings keep equally many blocks. ``random`` draws once a position, so it is
-measured with several seeds.
+Every question is put to the same cache: none is made easier or harder by the one before. Only that
+of a document is there before the blocks go. All rankings keep equally many blocks. ``random`` draws
+once a position, so it is measured with several seeds.
 
     python bench/bench_pruning.py                      # bench/results/pruning.json; half an hour
     python bench/bench_pruning.py --seeds 1 --texts 1 --chats 0 --json out.json       # a quick look
@@ -24,8 +26,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from unittest import mock
@@ -35,6 +38,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 import omlx_cache
+from omlx_cache.cache_steps import CacheSteps
 from omlx_cache.compat import cache_name
 from omlx_cache.conversation import Conversation
 from omlx_cache.policy import eviction
@@ -65,12 +69,15 @@ class Reading:
         steps: the ids of each step of the model.
         scored: how many of the last ids are held against the stock model.
         questions: ids that follow, each by itself; the last `ANSWER` must be told.
+        prompts: ids that come before each question, in one prompt with what is read; none: what
+            was read is a prompt, or several, of its own.
     """
 
     name: str
     steps: list[list[int]]
     scored: int
     questions: list[list[int]]
+    prompts: list[list[int]] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -107,6 +114,24 @@ def a_chat(tokenizer, number: int) -> Reading:
     return Reading(f"chat {number}", steps, 0, questions)
 
 
+def a_document(tokenizer, number: int) -> Reading:
+    """Return a document, and requests to continue passages of it; with chunks of `CHUNK`."""
+    text = a_text(tokenizer, number)
+    before = tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
+    ids = before + text.ids[: TOKENS - len(before)]
+    last = TOKENS - CUE - ANSWER
+    firsts = [round(i * last / (NUM_NEEDLES - 1)) for i in range(NUM_NEEDLES)]
+    told = [ids[first : first + CUE + ANSWER] for first in firsts]
+    asked = [
+        f"\n\nContinue the passage of this text that begins with:\n{tokenizer.decode(t[:CUE])}"
+        "<|im_end|>\n<|im_start|>assistant\n"
+        for t in told
+    ]
+    prompts = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in asked]
+    steps = [ids[first : first + CHUNK] for first in range(0, TOKENS, CHUNK)]
+    return Reading(f"document {number}", steps, 0, told, prompts)
+
+
 @torch.no_grad()
 def read(model: PreTrainedModel, reading: Reading, cache) -> tuple[torch.Tensor, dict]:
     """Read and ask with a cache.
@@ -117,22 +142,36 @@ def read(model: PreTrainedModel, reading: Reading, cache) -> tuple[torch.Tensor,
     """
     name, found = cache_name(type(model).forward), []
     read_so_far, scored_from = 0, len(reading.ids) - reading.scored
-    for step in reading.steps:
-        read_so_far += len(step)
-        kept = min(len(step), max(0, read_so_far - scored_from))
-        logits = model(torch.tensor([step]), logits_to_keep=max(kept, 1), **{name: cache}).logits[0]
-        found.append(logits[len(logits) - kept :])
+    # The end of a prompt that is not all: steps that are its chunks, and no pruning before it ends.
+    with mock.patch.object(CacheSteps, "prune") if reading.prompts else nullcontext():
+        for step in reading.steps:
+            read_so_far += len(step)
+            kept = min(len(step), max(0, read_so_far - scored_from))
+            out = model(torch.tensor([step]), logits_to_keep=max(kept, 1), **{name: cache})
+            found.append(out.logits[0, out.logits.shape[1] - kept :])
     told, nll = 0, 0.0
-    for _, same_size in groupby(sorted(reading.questions, key=len), key=len):
-        for rows in torch.tensor(list(same_size)).split(ROWS):
-            forked = copy.deepcopy(cache)
-            forked.batch_repeat_interleave(len(rows))
-            logits = model(rows, logits_to_keep=ANSWER + 1, **{name: forked}).logits[:, :-1]
-            right = rows[:, -ANSWER:]
-            told += (logits.argmax(-1) == right).sum().item()
-            nll += cross_entropy(logits.flatten(0, 1), right.flatten(), reduction="sum").item()
+    for prompt, rows in _asked(reading):
+        forked = copy.deepcopy(cache)
+        if prompt:
+            model(torch.tensor([prompt]), logits_to_keep=1, **{name: forked})
+        forked.batch_repeat_interleave(len(rows))
+        logits = model(rows, logits_to_keep=ANSWER + 1, **{name: forked}).logits[:, :-1]
+        right = rows[:, -ANSWER:]
+        told += (logits.argmax(-1) == right).sum().item()
+        nll += cross_entropy(logits.flatten(0, 1), right.flatten(), reduction="sum").item()
     count = ANSWER * len(reading.questions)
     return torch.cat(found), {"told": told / count, "nll": nll / count}
+
+
+def _asked(reading: Reading) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield the end of a prompt, and the questions [rows, tokens] that are put behind it."""
+    if reading.prompts:
+        for prompt, question in zip(reading.prompts, reading.questions, strict=True):
+            yield prompt, torch.tensor([question])
+        return
+    for _, same_size in groupby(sorted(reading.questions, key=len), key=len):
+        for rows in torch.tensor(list(same_size)).split(ROWS):
+            yield [], rows
 
 
 def rankings(seeds: int) -> dict[str, tuple[dict, int]]:
@@ -168,7 +207,9 @@ def measure(model: PreTrainedModel, reading: Reading, setting: dict, seed: int, 
         cache = omlx_cache.PagedCache(model)
         logits, row = read(model, reading, cache)
     (sequence,) = cache.groups[0].rows
-    row |= {"tokens": sequence.length, "dropped": sorted(sequence.dropped)}
+    row |= {"tokens": sequence.length}
+    if not reading.prompts:  # with them each question has dropped its own
+        row |= {"dropped": sorted(sequence.dropped)}
     if reading.scored:
         agreement = compare(stock[0], logits, torch.tensor([reading.ids]))
         row |= asdict(agreement)
@@ -181,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="of random")
     parser.add_argument("--texts", type=int, default=1)
     parser.add_argument("--chats", type=int, default=3)
+    parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows go")
     given = parser.parse_args(arguments)
     path = smollm2_checkpoint()
@@ -192,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data["results"] = json.loads(given.json.read_text(encoding="utf-8"))["results"]
     readings = [a_text(tokenizer, i) for i in range(given.texts)]
     readings += [a_chat(tokenizer, i) for i in range(given.chats)]
+    readings += [a_document(tokenizer, i) for i in range(given.documents)]
     rows, stock = data["results"], {}
     rows.setdefault(STOCK, {})
     for name, (setting, seed) in rankings(given.seeds).items():

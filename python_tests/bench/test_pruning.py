@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
+
+import omlx_cache
+from omlx_cache.compat import cache_name
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "python_tests" / "models")]
@@ -16,6 +20,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "python_tests" / "models")]
 import bench_pruning  # noqa: E402 -- lies in bench/
 from tiny import random_ids, tiny_model  # noqa: E402
 
+TOPK = {"pruning": "topk", "prune_ratio": 0.3}
 IDS = random_ids(1, 1300)[0].tolist()
 
 
@@ -54,6 +59,22 @@ def test_every_question_is_asked_behind_the_reading_alone(reading, stock):
     assert row["kld"] < 1e-6
     assert row["tokens"] == len(IDS)
     assert row["nll"] == pytest.approx(stock[1]["nll"], rel=1e-3)
+
+
+def test_a_question_in_the_prompt_is_there_before_blocks_go():
+    told, prompt, config = IDS[400:448], IDS[1024:1064], {"cache_bits": 16} | TOPK
+    steps = [IDS[:512], IDS[512:1024]]
+    reading = bench_pruning.Reading("document 0", steps, 0, [told], [prompt])
+    row = measure(reading, None, **config)
+    base = {"block_size": 64, "window_size": None, "prefill_chunk": 512}
+    with torch.no_grad(), omlx_cache.patched(model := tiny_model(), **base | config):
+        cache = omlx_cache.PagedCache(model)
+        kwargs = {cache_name(type(model).forward): cache}
+        model(torch.tensor([IDS[:1024] + prompt]), **kwargs)  # as one prompt
+        assert cache.groups[0].rows[0].dropped
+        logits = model(torch.tensor([told]), **kwargs).logits[0]
+    want = cross_entropy(logits[-bench_pruning.ANSWER - 1 : -1], torch.tensor(told[-32:]))
+    assert row["nll"] == pytest.approx(want.item(), rel=1e-5)
 
 
 def test_all_rankings_keep_equally_much_and_seeds_differ(reading, stock):
