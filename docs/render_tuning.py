@@ -193,7 +193,7 @@ def pruning() -> str:
     for name, readings in read("pruning.json")["results"].items():
         ways.setdefault(name.rstrip(" 0123456789"), []).append(_means(readings))
     shapes = {"text kld": ".4f", "text top1": ".1%", "text told": ".1%"}
-    shapes |= {"chat told": ".1%", "chat nll": ".2f"}
+    shapes |= {"document told": ".1%", "chat told": ".1%", "chat nll": ".2f"}
     rows = []
     for way, runs in ways.items():
         size, _, ranking = way.rpartition(", ")
@@ -202,8 +202,8 @@ def pruning() -> str:
             _spread([r[key] for r in runs if key in r], shape) for key, shape in shapes.items()
         ]
         rows.append([size, f"`{ranking}`{seeds}" if size else ranking, *cells])
-    head = ["`block_size`", "`pruning`", "KL divergence", "same top token", "needles", "recall"]
-    return markdown([*head, "recall, nats"], rows)
+    head = ["`block_size`", "`pruning`", "KL divergence", "same top token", "needles"]
+    return markdown([*head, "question", "recall", "recall, nats"], rows)
 
 
 def _means(readings: dict[str, dict]) -> dict[str, float]:

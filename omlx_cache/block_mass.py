@@ -23,7 +23,6 @@ from omlx_kernels.metadata import AttentionMetadata
 HALF_LIFE = 256
 """Tokens after which a mass counts half."""
 
-
 QUERIES = 16
 """Newest tokens of a step of each row whose attention counts."""
 
