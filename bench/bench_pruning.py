@@ -14,9 +14,9 @@ Every question is put to the same cache: none is made easier or harder by the on
 of a document is there before the blocks go. All rankings keep equally many blocks. ``random`` draws
 once a position, so it is measured with several seeds.
 
-    python bench/bench_pruning.py                      # bench/results/pruning.json; half an hour
+    python bench/bench_pruning.py                      # bench/results/pruning.json; two hours
     python bench/bench_pruning.py --seeds 1 --texts 1 --chats 0 --json out.json       # a quick look
-    python docs/render_tuning.py                       # put the table into docs/tuning.md
+    python docs/render_tuning.py                      # put the table into docs/tuning.md
 
 Rows that are there are not measured again; a run that was interrupted goes on.
 """
@@ -54,7 +54,7 @@ RESULTS = Path(__file__).parent / "results" / "pruning.json"
 TOKENS, CHUNK = 4096, 512
 ROWS = 8  # questions at a time: the stock cache copies all it holds for each
 NUM_NEEDLES, MESSAGES = 24, 8
-FIRST_TEXT, BETWEEN_TEXTS = 27_000, 9_000  # those before chose the score
+FIRST_TEXT, BETWEEN_TEXTS = 27_000, 4_500  # those before chose the score
 BLOCK_SIZES, PRUNE_RATIO = (256, 64), 0.3
 SEEDS_APART = 1_000_003
 STOCK = "nothing pruned"
@@ -219,10 +219,10 @@ def measure(model: PreTrainedModel, reading: Reading, setting: dict, seed: int, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5, help="of random")
-    parser.add_argument("--texts", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3, help="of random")
+    parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--chats", type=int, default=3)
-    parser.add_argument("--documents", type=int, default=2)
+    parser.add_argument("--documents", type=int, default=3)
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows go")
     given = parser.parse_args(arguments)
     path = smollm2_checkpoint()

@@ -12,22 +12,19 @@ look at the keys. The step of a prompt asks again for its newest queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from omlx_cache.look import Look, Tables
 from omlx_cache.sequences import Sequence as Row
-from omlx_kernels.metadata import AttentionMetadata
 
 HALF_LIFE = 256
 """Tokens after which a mass counts half."""
 
 QUERIES = 16
 """Newest tokens of a step of each row whose attention counts."""
-
-Look = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-Tables = tuple[AttentionMetadata, AttentionMetadata | None]
 
 
 class StepMass:
@@ -37,14 +34,16 @@ class StepMass:
         self._largest: dict[torch.device, torch.Tensor] = {}
         self._newest: dict[torch.device, tuple[Tables, torch.Tensor]] = {}
 
-    def look(self, look: Look, q: torch.Tensor, metas: Tables, sink_q: torch.Tensor | None) -> None:
+    def add_prompt(
+        self, look: Look, q: torch.Tensor, metas: Tables, sink_q: torch.Tensor | None
+    ) -> None:
         """Add the masses of a layer in the step of a prompt.
 
         Args:
-            look: attends, given q, tables, ``wants_mass`` and ``sink_q``.
+            look: of the layer.
             q: [num_queries, num_q_heads, head_dim].
-            metas: tables of the blocks here, and in CPU memory; the same in all layers of a device.
-            sink_q: shaped like q, or None.
+            metas: tables that list a row for each sequence; the same in all layers of a device.
+            sink_q: as `Look` takes it.
         """
         if q.device not in self._newest:
             here, rows = metas[0].newest_queries(QUERIES)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omlx_cache.block_pool import LayerPool, MemoryMeter, copy_blocks
 from omlx_cache.compat import CacheLayerMixin
-from omlx_cache.host_attention import attend_in_parts, attend_on_host, new_mass
 from omlx_cache.layer_group import LayerGroup
+from omlx_cache.look import Look
 from omlx_cache.read_back import read_back
 from omlx_cache.rotary import Rotation
 from omlx_kernels import ops
 from omlx_kernels.layout import BlockFormat, LayerBlocks, Tier
-from omlx_kernels.metadata import AttentionMetadata
 
 
 def convert(
@@ -182,20 +180,22 @@ class PagedLayer(CacheLayerMixin):
         blocks, tables = self.stored.blocks, step.tables(query.device)
         batch, heads, columns, dim = query.shape
         (q, *_), sight = self.operands(query)
+        sink_q = sight.pop("sink_q")
         scoring: dict[str, Any] = {"sm_scale": sm_scale, "rotated_v": group.policy.rotates_values}
         scoring |= {"softcap": softcap, "window_size": sight.pop("window_size")}
         there = step.host_tables()
         metas = tables.meta, None if there is None else there.meta
-        look = partial(self._look, sight, scoring, sink_logits)
+        logits = None if sink_logits is None else sink_logits.detach()
+        look = Look(blocks, group.arena.host, self.index, sight, scoring, logits)
         decodes = tables.meta.max_query_len <= 1
         is_watched = group.observer is not None or (group.mass is not None and decodes)
-        out, mass = look(q, metas, wants_mass=is_watched)
+        out, mass = look(q, metas, sink_q=sink_q, wants_mass=is_watched)
         if group.promise is not None:
             group.promise.add(self.index, q, sm_scale)
         if group.observer is not None and mass is not None:
             group.observer(self.index, tables.meta, mass[: tables.meta.splits.shape[0]])
         if group.mass is not None and not decodes:
-            group.mass.look(look, q, metas, sight["sink_q"])
+            group.mass.add_prompt(look, q, metas, sink_q)
         elif group.mass is not None and mass is not None:
             group.mass.add(mass)
         if tables.token_index is not None:
@@ -210,44 +210,6 @@ class PagedLayer(CacheLayerMixin):
         if there is not None:
             convert(group.arena.cpu_tier.fitted(self.index).blocks, there.convert)
         return out.view(batch, columns, heads, dim).to(query.dtype)
-
-    def _look(
-        self,
-        sight: dict,
-        scoring: dict,
-        sink_logits: torch.Tensor | None,
-        q: torch.Tensor,
-        metas: tuple[AttentionMetadata, AttentionMetadata | None],
-        *,
-        wants_mass: bool = False,
-        **other_sight,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend to the blocks here, and to those in CPU memory where there are tables of them.
-
-        Args:
-            sight, other_sight: what a query sees; see `operands`.
-            scoring: the arguments of `paged_attention` that attending on the host needs, too.
-            sink_logits: as in `attend`.
-            q: [num_queries, num_q_heads, head_dim].
-            metas: tables of the blocks here, and in CPU memory.
-            wants_mass: whether to return the mass of each split.
-        """
-        meta, meta_there = metas
-        logits = None if sink_logits is None else sink_logits.detach()
-        here = partial(
-            ops.paged_attention,
-            q,
-            self.stored.blocks,
-            meta,
-            **sight | other_sight,
-            **scoring,
-            sink_logits=logits,
-        )
-        if meta_there is None:
-            mass = new_mass(meta, q) if wants_mass else None
-            return here(split_mass=mass), mass
-        there = partial(attend_on_host, self.group.arena.cpu_tier, self.index, q, **scoring)
-        return attend_in_parts(q, (meta, meta_there), here, there, wants_mass)
 
     def operands(self, query: torch.Tensor) -> tuple[tuple, dict]:
         """Return q, blocks and tables of the step for `paged_attention`, and what a query sees.
