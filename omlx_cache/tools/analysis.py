@@ -2,7 +2,9 @@
 
 1. with an unquantized paged cache that forgets nothing within the trained length: the reference;
 2. with the configuration at hand;
-3. with each change that the first two suggest.
+3. in a 16-bit dtype with the model's own attention and cache, which compute what the reference does
+   and differ by the rounding of the dtype alone: no configuration can be told to be nearer;
+4. with each change that the first two suggest.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from omlx_cache.tools.divergence import compare
 from omlx_cache.tools.machine import machine, versions
 from omlx_cache.tools.memory import as_data
 from omlx_cache.tools.progress import Progress
-from omlx_cache.tools.reading import Reading, chunk_of, kld_by_layer, read
+from omlx_cache.tools.reading import Reading, chunk_of, kld_by_layer, read, read_unpatched
 from omlx_cache.tools.recommendation import (
     Candidate,
     Measured,
@@ -77,6 +79,12 @@ def analyze(model, ids: torch.Tensor, plan: Plan, progress: Progress) -> dict:
     own = reading("reading, this configuration", config, inside=True)
     (_, reference_mass), (_, own_mass) = reference.inside, own.inside
     agreement = compare(reference.logits, own.logits, ids)
+    rounding = None
+    if model.dtype.itemsize <= 2:
+        plain = read_unpatched(
+            model, ids, cut, plan.scored, progress=progress, step_name="reading, unpatched"
+        )
+        rounding = asdict(compare(reference.logits, plain, ids))
     measured = Measured(own.report.total_bytes, agreement.kld, agreement.top1)
     tried: list[tuple[Candidate, Measured]] = []
     if plan.try_changes:
@@ -100,7 +108,11 @@ def analyze(model, ids: torch.Tensor, plan: Plan, progress: Progress) -> dict:
         "report": own.report.to_dict(),
         "memory": _memory_data(own),
         "attention": _attention_data(reference_mass, own_mass, plan.sparsity_mass),
-        "quality": asdict(agreement) | {"kld_by_layer": _by_layer(model, reference, own)},
+        "quality": {
+            **asdict(agreement),
+            "rounding": rounding,
+            "kld_by_layer": _by_layer(model, reference, own),
+        },
         "speed": _speed_data(own),
         "recommendation": {
             "max_kld": plan.max_kld,

@@ -6,7 +6,14 @@ from functools import partial
 from pathlib import Path
 
 from omlx_cache.tools import analyzer_plots as plots
-from omlx_cache.tools.analyzer_text import TIERS, advice, meanings, short_report, size
+from omlx_cache.tools.analyzer_text import (
+    TIERS,
+    advice,
+    meanings,
+    quality_lines,
+    short_report,
+    size,
+)
 from omlx_cache.tools.output import write_text
 from omlx_cache.tools.page import cards, page, paragraph, preformatted, section, table
 from omlx_cache.tools.plots import svg
@@ -43,7 +50,7 @@ def _cards(data: dict) -> str:
 
 
 def _report(data: dict) -> str:
-    lines = [paragraph(line) for line in meanings(data)]
+    lines = [paragraph(line) for line in meanings(data) + quality_lines(data)]
     return section("In short", preformatted(short_report(data)), *lines)
 
 

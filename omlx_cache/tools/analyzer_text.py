@@ -55,14 +55,8 @@ def show(console: Console, data: dict) -> None:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     for table in (memory_table(data), attention_table(data)):
         console.print(table)
-    quality = data["quality"]
-    console.print(
-        f"Against the unquantized cache, last {data['text']['scored']} tokens: "
-        f"KL {quality['kld']:.6f}, same top token {quality['top1']:.2%}, "
-        f"perplexity {quality['perplexity_ratio']:+.3%}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    for line in quality_lines(data):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(recommendation_table(data))
     for line in advice(data):
@@ -135,6 +129,27 @@ def _columns(attention: dict) -> Iterator[tuple[str, list[float]]]:
     for count, values in list(attention["kept_by_top"].items())[:3]:
         yield f"top\n{count}", values
     yield "sparse", attention["sparsity_by_layer"]
+
+
+def quality_lines(data: dict) -> list[str]:
+    """Say how far the text is from the unquantized cache's, and how far rounding alone takes it."""
+    quality = data["quality"]
+    lines = [
+        f"Against the unquantized cache, last {data['text']['scored']} tokens: {_told(quality)}"
+    ]
+    if quality["rounding"] is not None:
+        lines.append(
+            f"{data['model']['dtype']}'s rounding alone, the model's own attention against the "
+            f"unquantized cache: {_told(quality['rounding'])}"
+        )
+    return lines
+
+
+def _told(agreement: dict) -> str:
+    return (
+        f"KL {agreement['kld']:.6f}, same top token {agreement['top1']:.2%}, "
+        f"perplexity {agreement['perplexity_ratio']:+.3%}"
+    )
 
 
 def recommendation_table(data: dict) -> Table:

@@ -156,6 +156,46 @@ def read(
         )
 
 
+@torch.no_grad()
+def read_unpatched(
+    model,
+    ids: torch.Tensor,
+    pieces: Sequence[Piece],
+    scored: int,
+    *,
+    progress: Progress = silent,
+    step_name: str = "reading",
+) -> torch.Tensor:
+    """Read a text with the model's own attention and cache.
+
+    Args:
+        model: a causal language model, unpatched.
+        ids: [1, num_tokens].
+        pieces: how the text is cut.
+        scored: how many of the last positions' logits are kept.
+        progress: told how far the text is.
+        step_name: what to call it there.
+
+    Returns:
+        [scored, vocabulary] float32.
+    """
+    name, total, cache = cache_name(type(model).forward), ids.shape[1], None
+    logits = []
+    for piece in pieces:
+        keep = max(0, piece.last - max(piece.first, total - scored))
+        output = model(
+            ids[:, piece.first : piece.last],
+            logits_to_keep=max(keep, 1),
+            use_cache=True,
+            **{name: cache},
+        )
+        cache = getattr(output, name)
+        if keep:
+            logits.append(output.logits[0].float())
+        progress(step_name, piece.last, total)
+    return torch.cat(logits)
+
+
 def chunk_of(model, config: omlx_cache.CacheConfig) -> int | None:
     """Return how many prompt tokens the model takes at a time under a configuration; None: all.
 

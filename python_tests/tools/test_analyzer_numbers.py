@@ -21,7 +21,7 @@ from omlx_cache.tools.analysis import Plan, analyze, reference_of
 from omlx_cache.tools.attention_mass import MassTable
 from omlx_cache.tools.memory import bytes_at_16_bits, step_memory, tier_memory
 from omlx_cache.tools.progress import silent
-from omlx_cache.tools.reading import kld_by_layer, read
+from omlx_cache.tools.reading import kld_by_layer, read, read_unpatched
 from omlx_cache.tools.recommendation import Candidate, Measured, candidates, choose
 from omlx_cache.tools.schedule import PROBE_TOKENS, pieces
 
@@ -175,6 +175,26 @@ def test_quality_is_that_of_the_logits(data, model, ids):
     kld = (p.exp() * (p - q)).sum(-1).mean().item()
     assert data["quality"]["kld"] == pytest.approx(kld, rel=0.5)
     assert 0 < data["quality"]["kld"] < 0.05
+
+
+def test_rounding_is_what_the_models_own_attention_differs_by(data, ids):
+    assert data["quality"]["rounding"] is None, "float32 rounds too little to tell"
+    model = tiny_model().bfloat16()
+    found = analyze(model, ids, Plan(CONFIG, decode=DECODE, scored=100, try_changes=False), silent)
+    with torch.no_grad():
+        q = model(ids, logits_to_keep=100).logits[0].double().log_softmax(-1)
+        with omlx_cache.patched(model, reference_of(CONFIG)):
+            p = model(ids, logits_to_keep=100).logits[0].double().log_softmax(-1)
+    kld = (p.exp() * (p - q)).sum(-1).mean().item()
+    assert found["quality"]["rounding"]["kld"] == pytest.approx(kld, rel=0.5)
+    assert 0 < kld < found["quality"]["kld"] * 2
+
+
+def test_the_models_own_cache_is_read_in_pieces(model, ids):
+    with torch.no_grad():
+        want = model(ids, logits_to_keep=100).logits[0]
+    found = read_unpatched(model, ids, pieces(TOKENS, 128, DECODE), 100)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_the_last_layers_kld_is_that_of_the_logits(model, ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 import subprocess
@@ -146,6 +147,16 @@ def test_text_from_standard_input(tiny):
     options = ["--model", tiny, "--input", "-", "--tokens", 200, "--decode", 2, "--no-try"]
     result = run(*options, input=text)
     assert result.exit_code == 0, result.output
+
+
+def test_in_16_bits_the_report_says_what_rounding_alone_does(tiny, sample, results, tmp_path):
+    page = tmp_path / "out.html"
+    options = ["--dtype", "bfloat16", "--no-try", "--report", page]
+    result = run("--model", tiny, "--input", sample, *SHORT, *options)
+    assert result.exit_code == 0, result.output
+    line = next(x for x in result.stdout.splitlines() if x.startswith("bfloat16's rounding alone"))
+    assert html.escape(line) in page.read_text(encoding="utf-8")
+    assert "rounding alone" not in results[0], "float32"
 
 
 def config_file(directory: Path, text: str) -> Path:
