@@ -49,3 +49,9 @@ def test_a_red_check_gives_no_number(rows):
     broken = {**rows, "pruning topk": rows["pruning topk"] | {"device_blocks": 99}}
     with pytest.raises(SystemExit, match="must hold its bound of 8 blocks"):
         bench_bounded.check(broken)
+
+
+def test_the_row_of_several_texts_is_their_mean():
+    rows = [{"setting": {"pruning": "topk"}, "kld": k, "recall_hit_rate": None} for k in (0.1, 0.2)]
+    want = {"setting": {"pruning": "topk"}, "kld": pytest.approx(0.15), "recall_hit_rate": None}
+    assert bench_bounded.mean(rows) == want
